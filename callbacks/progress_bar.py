@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spectral_monitor.reporting.content.headline import ROOM
+from spectral_monitor.reporting.content.headline import MAX_BRIEF_LENGTH
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -21,7 +21,7 @@ def shared(texts: Sequence[str]) -> str:
         ('OK; 2 off', 'not judged')
     """
     together = "; ".join(texts)
-    return together if len(together) <= ROOM else next((text for text in texts if text != "OK"), texts[0])
+    return together if len(together) <= MAX_BRIEF_LENGTH else next((text for text in texts if text != "OK"), texts[0])
 
 
 class _Metrics:

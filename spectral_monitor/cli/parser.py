@@ -63,3 +63,8 @@ def command(
 def add_run(parser: argparse.ArgumentParser, name: str = "place", metavar: str = "RUN_DIR") -> None:
     """Add the argument that says which run."""
     parser.add_argument(name, type=Path, metavar=metavar, help=RUN_HELP)
+
+
+def add_layer(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that says which layers."""
+    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")

@@ -33,7 +33,7 @@ def records(place: Path, *, quiet: bool = False) -> tuple[Measurement, ...]:
         ValueError: it is no file of measurements, or has none yet.
         OSError: there is none, or it cannot be read.
     """
-    path = found(place, quiet=quiet)
+    path = find_file(place, quiet=quiet)
     kept, notes = settled_in(path, read_records)
     if not quiet:
         for note in notes:
@@ -41,7 +41,7 @@ def records(place: Path, *, quiet: bool = False) -> tuple[Measurement, ...]:
     return kept
 
 
-def found(place: Path, *, quiet: bool = False) -> Path:
+def find_file(place: Path, *, quiet: bool = False) -> Path:
     """Return the file that is meant, and say so where there are others."""
     path, others = run_file(place)
     if quiet:

@@ -192,27 +192,27 @@ def abc(a: Sequence[Exponent], b: Sequence[Exponent], c: Exponent) -> ABC:
 
 
 def standard(hidden: int, c: Exponent = 1) -> ABC:
-    """Standard parametrization; stable from ``c = 1`` on (paper, Theorem 4.1)."""
+    """Return the standard parametrization; stable from ``c = 1`` on (paper, Theorem 4.1)."""
     return abc((0,) * (hidden + 1), (0, *(HALF,) * hidden), c)
 
 
 def ntp(hidden: int) -> ABC:
-    """Neural tangent parametrization (paper, Table 1)."""
+    """Return the neural tangent parametrization (paper, Table 1)."""
     return abc((0, *(HALF,) * hidden), (0,) * (hidden + 1), 0)
 
 
 def mean_field() -> ABC:
-    """Mean field parametrization, of one hidden layer (paper, Table 1)."""
+    """Return the mean field parametrization, of one hidden layer (paper, Table 1)."""
     return abc((0, 1), (0, 0), -1)
 
 
 def mup(hidden: int) -> ABC:
-    """Maximal update parametrization (paper, Table 1)."""
+    """Return the maximal update parametrization (paper, Table 1)."""
     return abc((-HALF, *(0,) * (hidden - 1), HALF), (HALF,) * (hidden + 1), 0)
 
 
 def uniform(hidden: int, r: Exponent) -> ABC:
-    """Uniform parametrization UP_r (paper, Theorem G.4): muP at ``r = 0``, the neural tangent one at ``r = 1/2``.
+    """Return the uniform parametrization UP_r (paper, Theorem G.4): muP at ``r = 0``, neural tangent at ``r = 1/2``.
 
     All hidden matrices change what they return by n^-r, and the readout is initialized and updated maximally. Up to
     ``shifted`` it is the only stable parametrization like that.

@@ -82,7 +82,7 @@ SPECTRAL = Parametrization(
 
 
 def _deep(name: str, readout: Power, depth: tuple[float, float, float], entries: float, source: str) -> Parametrization:
-    """muP whose rates fall with the depth L, to the given powers at input, hidden and readout.
+    """Return muP with rates that fall with the depth L, to the given powers at input, hidden and readout.
 
     ``entries``: the power of L in the size of the gradient's entries before the readout.
     """

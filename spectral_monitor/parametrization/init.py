@@ -35,14 +35,14 @@ def spectral_init_(
     ``W <- scale sqrt(fan_out / fan_in) W / |W|*`` (A Spectral Condition for Feature Learning, Eq. 16), each block of a
     fused matrix by itself; a convolution by the root of the sum of squares over its taps, which is what taps that are
     drawn one by one do together. Embeddings are scaled to a largest row of RMS 1, whatever the scale, as inputs are
-    one-hot (Appendix E). A matrix that is embedding and readout at once is scaled as the readout, and the other
-    embeddings of its width, which are added to the same stream, to its largest row. What is zero stays zero, and
+    one-hot (Appendix E). A matrix that is embedding and readout at once is scaled as the readout. The other embeddings
+    of its width, which are added to the same stream, are scaled to its largest row. What is zero stays zero, and
     biases, gains and weights that are computed from others (weight norm) stay as they are.
 
     Args:
         module: any module, before it is sharded.
-        scale: the natural norm of operators and readouts. A square Gaussian matrix of natural norm 2 keeps the RMS of
-            what it is applied to, so 2 suits networks that do not normalize their features.
+        scale: the natural norm of operators and readouts. 2 suits networks that do not normalize their features: a
+            square Gaussian matrix of that norm keeps the RMS of what it is applied to.
         roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
 
     Raises:
@@ -87,7 +87,7 @@ def starting_norm(module: nn.Module, layers: Sequence[Layer]) -> float:
 def looks_drawn(layers: Sequence[Layer]) -> bool:
     """Return whether weights are those that training begins with: all trained, none computed, most as random as drawn.
 
-    Frozen weights and adapters beside them were loaded, and so were weights whose stable rank is far below that of a
+    Frozen weights and adapters beside them were loaded. So were weights whose stable rank is far below that of a
     Gaussian matrix of their shape, ``m n / (sqrt(m) + sqrt(n))^2``. Zeros and orthogonal matrices count as drawn.
 
     Args:
@@ -163,7 +163,7 @@ def _is_spread(layer: Layer) -> bool:
 
 
 def largest_row(layer: Layer, weight: Tensor) -> float:
-    """RMS of the largest row of an embedding, or of an update of it; of a readout's outputs if it is one."""
+    """Return the RMS of the largest row of an embedding, or of an update of it; of a readout, that of its outputs."""
     return float(layer.layout.stack(weight.detach())[0, 0].double().square().mean(1).sqrt().max())
 
 
@@ -190,6 +190,6 @@ def by_entry(layer: Layer, weight: Tensor, factors: list[float]) -> Tensor:
         return scale
     numbers = torch.arange(1, weight.numel() + 1, device=weight.device).view(weight.shape)
     places = layer.layout.stack(numbers)  # where blocks differ in size, they end in zeros
-    by_entry = torch.ones(weight.numel() + 1, dtype=weight.dtype, device=weight.device)
-    by_entry[places] = scale[None, :, None, None].expand(places.shape)
-    return by_entry[1:].view(weight.shape)
+    flat = torch.ones(weight.numel() + 1, dtype=weight.dtype, device=weight.device)
+    flat[places] = scale[None, :, None, None].expand(places.shape)
+    return flat[1:].view(weight.shape)

@@ -52,7 +52,7 @@ def data_reader(infos: Sequence[LayerInfo]) -> str:
 
 
 def kinds(infos: Sequence[LayerInfo]) -> dict[str, Kind]:
-    """Layer -> kind of its place; a bias beside a readout is a readout.
+    """Return layer -> kind of its place; a bias beside a readout is a readout.
 
     Example:
         >>> layers = [LayerInfo("0", "operator", 512, 64, (512, 64)), LayerInfo("2", "readout", 10, 512, (10, 512)),
@@ -72,7 +72,7 @@ def kinds(infos: Sequence[LayerInfo]) -> dict[str, Kind]:
 
 
 def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None = None) -> dict[int, LayerPosition]:
-    """By ``id`` of a parameter, its place; parameters that share a learning rate stand where their leader does.
+    """Return ``id`` of a parameter -> its place; parameters that share a learning rate stand where their leader does.
 
     ``depth`` takes the place of both numbers that are counted, of matrices and of hidden ones.
     """
@@ -84,7 +84,7 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
     parts = {part for name in hidden for part in _parts(name)}
     branches = depth if depth is not None else max(1, len(hidden))
     depth = depth if depth is not None else max(1, len(dense))
-    last = {layers[i].info.name: place for place, i in enumerate(dense)}
+    index = {layers[i].info.name: place for place, i in enumerate(dense)}
     found: dict[int, LayerPosition] = {}
     for unit in shared:
         leader = layers[unit.leader]
@@ -94,10 +94,11 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
         else:
             fan_in = 1
             fan_out = info.fan_out if info.role == "embedding" else outputs.get(parameter, leader.layout.fan_out)
-        at = last.get(info.name, last.get(info.name.rpartition(".")[0], 0) if kind_of[info.name] == "readout" else 0)
-        beside = info.role == "vector" and not parts.isdisjoint(_parts(info.name.rpartition(".")[0]))
-        on_branch = kind_of[info.name] == "hidden" or (beside and kind_of[info.name] != "readout")
-        place = LayerPosition(kind_of[info.name], fan_in, fan_out, at, depth, branches, on_branch)
+        kind, owner = kind_of[info.name], info.name.rpartition(".")[0]
+        at = index.get(info.name, index.get(owner, 0) if kind == "readout" else 0)
+        beside = info.role == "vector" and not parts.isdisjoint(_parts(owner))
+        on_branch = kind == "hidden" or (beside and kind != "readout")
+        place = LayerPosition(kind, fan_in, fan_out, at, depth, branches, on_branch)
         found.update({id(layers[i].sources[0]): place for i in unit.members})
     return found
 
@@ -120,8 +121,9 @@ def all_outputs(layer: Layer) -> int:
 
 
 def _outputs(module: nn.Module, layers: Sequence[Layer]) -> dict[int, int]:
-    """By ``id`` of a bias beside a matrix: outputs of one block of that, if the bias is as long as it has outputs; else
-    of one of the matrices beside it, if it is as long as all of them together.
+    """Return ``id`` of a bias -> outputs of one block of the matrix beside it.
+
+    The bias must be as long as that matrix has outputs, or as long as all matrices beside it together.
     """
     by_id = {id(layer.sources[0]): layer for layer in layers}
     found: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, overload
 
@@ -25,19 +26,18 @@ class NormalizedUpdates(Optimizer):
     Learning, Eq. 17, where that is SGD); with :func:`~spectral_monitor.spectral_init_` for Eq. 16 the condition holds
     from the first step on, at every width. The learning rate is the relative change of features per layer.
 
-    Each block of a fused matrix is normalized by itself, a convolution by the sum over its taps, an embedding by its
-    largest row, biases and gains by their RMS. A matrix that is embedding and readout at once is normalized as the
-    readout, and the other embeddings of its width, which are added to the same stream, move by its largest row, as
-    :func:`~spectral_monitor.spectral_init_` scales them. What :func:`~spectral_monitor.layers.dissect` cannot measure
-    moves as the other optimizer moves it. An update of zero stays zero. Weight decay is part of the update, so better
-    left out.
+    Each block of a fused matrix is normalized by itself. Convolutions are normalized by the sum over their taps,
+    embeddings by their largest row, biases and gains by their RMS. A matrix that is embedding and readout at once, and
+    the other embeddings of its width, move as :func:`~spectral_monitor.spectral_init_` scales them. What
+    :func:`~spectral_monitor.layers.dissect` cannot measure moves as the other optimizer moves it. An update of zero
+    stays zero. Weight decay is part of the update, so better left out.
 
     Args:
         optimizer: whose directions are taken, with any learning rates: they count as ``lr`` here, and schedulers may
             be made of either. Its state, and so what ``state_dict`` gives, is the only one there is.
         module: whose parameters it has.
-        norm: ``"spectral"``, or ``"frobenius"``, which is cheaper, as no singular value is looked for, and makes
-            updates smaller by the root of their stable rank, which is small.
+        norm: ``"spectral"``, or ``"frobenius"``, which is cheaper, as no singular value is looked for. It makes updates
+            smaller by the root of their stable rank, which is small.
         roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
 
     Raises:
@@ -103,16 +103,16 @@ class NormalizedUpdates(Optimizer):
                     lr *= rows.get(self._follows[p], 1.0)
                 update = self._sized(self._layers[p], p - before[p], lr)
                 p.copy_(before[p] + update)
-                if p in self._tables and 0 < (largest := largest_row(self._tables[p], update)) < float("inf"):
+                if p in self._tables and 0 < (largest := largest_row(self._tables[p], update)) < math.inf:
                     rows[p] = largest / lr
         return loss
 
     def _sized(self, layer: Layer, update: Tensor, lr: float) -> Tensor:
         sizes = self._sizes(layer, update)
-        return update * by_entry(layer, update, [lr / size if 0 < size < float("inf") else 1.0 for size in sizes])
+        return update * by_entry(layer, update, [lr / size if 0 < size < math.inf else 1.0 for size in sizes])
 
     def _sizes(self, layer: Layer, update: Tensor) -> list[float]:
-        """Natural norm of each block."""
+        """Return the natural norm of each block."""
         if not layer.is_matrix:
             return [float(natural_norm(update.flatten(), "vector"))]
         if layer.info.role == "embedding":
@@ -135,7 +135,7 @@ class NormalizedUpdates(Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after the start, when the module is known.
+        """Refuse another group, for the module is known; only the base class adds groups, at the start.
 
         Raises:
             RuntimeError: always, but while it is made.

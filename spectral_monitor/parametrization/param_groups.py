@@ -29,7 +29,7 @@ def spectral_param_groups(
     blocks: Mapping[str, int] | None = None,
     weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    r"""Groups for an optimizer, in which ``lr`` is right at every width once it is at one.
+    r"""Return groups for an optimizer, in which ``lr`` is right at every width once it is at one.
 
     So asks the spectral condition (A Spectral Condition for Feature Learning, Parametrization 1, Appendices D and E):
     an update changes features by as much as ``lr`` says, whatever the widths. Each learning rate is ``lr`` times
@@ -47,8 +47,8 @@ def spectral_param_groups(
 
     * Fans are those of a block of a fused matrix; of blocks that differ, those of the largest.
     * A convolution's fan_in counts taps, ``in / groups * taps``: the natural norm of a kernel is the sum over its
-      taps, so each may move by its share. Under ``"sgd"`` fan_out is the number of all outputs, in a grouped
-      convolution too, for the gradient of one output becomes smaller with the number of all.
+      taps, so each may move by its share. Under ``"sgd"`` fan_out counts all outputs, in a grouped convolution too:
+      the gradient of one output becomes smaller with the number of all.
     * A parameter that is embedding and readout at once follows the readout's rule, and so do all embeddings of its
       width, which are added to the same stream: else the positions, say, would outrun the tokens.
     * What :func:`~spectral_monitor.layers.dissect` cannot measure, or finds to be part of a computed weight (weight
@@ -59,7 +59,7 @@ def spectral_param_groups(
         lr: the learning rate, of features: a step of ``"adam"`` moves a feature by about ``lr`` through each layer.
         optimizer: the family of update rules.
         roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
-        weight_decay: divided by what ``lr`` is multiplied by, so that a decay apart from the gradient (AdamW) takes
+        weight_decay: divided by what ``lr`` is multiplied by. So a decay apart from the gradient (AdamW) takes
             ``lr * weight_decay`` off every weight in a step. Without momentum that is so for SGD too. To be left out
             for Adam, whose decay goes through its normalization. By default the optimizer's own, unchanged.
 
@@ -120,8 +120,7 @@ def grouped(
         eps: gives Adam's eps from the position; by default the optimizer's own. Where no rule is, it is that of a
             gradient of size 1.
     """
-    if not _is_positive(lr):
-        raise ValueError(f"lr must be a positive number, got {lr!r}")
+    check_lr(lr)
     if weight_decay is not None and not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
         raise ValueError(f"weight_decay must be a number >= 0, got {weight_decay!r}")
     flat = flat_extents(module)
@@ -157,7 +156,7 @@ def grouped(
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Yield every parameter that requires a gradient once, with its name.
+    """Return every parameter that requires a gradient once, with its name.
 
     Raises:
         ValueError: there is none.
@@ -173,7 +172,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _name(factor: Fraction | float) -> str:
-    """Exact if it is a fraction, and without a slash, which would make folders of it in TensorBoard."""
+    """Return a factor's name, exact if it is a fraction; without a slash, of which TensorBoard would make folders."""
     if not isinstance(factor, Fraction):
         return f"x{factor:.6g}"
     return f"x{factor.numerator}" + (f"_over_{factor.denominator}" if factor.denominator != 1 else "")
@@ -184,7 +183,8 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _is_positive(lr: Any) -> bool:
-    if isinstance(lr, Tensor):
-        return lr.numel() == 1 and 0 < float(lr) < math.inf
-    return is_number(lr) and 0 < lr < math.inf
+def check_lr(lr: Any) -> None:
+    """Raise a ValueError unless it is a positive number, or a tensor of one."""
+    is_one = lr.numel() == 1 if isinstance(lr, Tensor) else is_number(lr)
+    if not (is_one and 0 < float(lr) < math.inf):
+        raise ValueError(f"lr must be a positive number, got {lr!r}")

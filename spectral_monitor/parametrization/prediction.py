@@ -12,8 +12,6 @@ from spectral_monitor.parametrization.param_groups import Family, check_family
 from spectral_monitor.parametrization.rules import Parametrization, Scale
 
 Axis = Literal["width", "depth"]
-UPDATES = ("update_norm", "update_fro")
-DRIFTS = ("feature_change", "feature_drift")
 UNSTABLE = (
     *("feature_change", "feature_change_local", "feature_drift"),
     *("contribution", "sensitivity", "bfa_cos", "alignment"),
@@ -35,7 +33,7 @@ def predict(
     axis: Axis = "width",
     start: bool = False,
 ) -> dict[str, float]:
-    r"""Layer -> the slope against width or depth that theory predicts, on log-log axes, over these very sizes.
+    r"""Return layer -> the slope that theory predicts against width or depth, on log-log axes, over these sizes.
 
     With n the fan_in, m the fan_out, R the size of a gradient's entry before the readout (that of the readout's
     weights or of their update, whichever goes with the larger power; 1 at the readout itself), and updates of low rank
@@ -81,10 +79,10 @@ def predict(
     A network is a chain unless the parametrization has branches. A chain keeps its signal at any depth only with a
     standard deviation of ``sqrt(2/n)``, and ReLUs; else nothing is predicted of what has passed through features.
 
-    Powers of n and m are taken at the fans the layers really have, so that a layer between fixed and growing fans has
-    the slope it will show. Where an update grows with the width, nothing is predicted of features and contributions:
-    they blow up within steps, each in its own way. What hangs on constants, such as which of two powers is ahead at
-    small widths, or a batch of examples larger than a layer, theory does not know.
+    Powers of n and m are taken at the fans the layers really have. So a layer between fixed and growing fans has the
+    slope it will show. Where an update grows with the width, nothing is predicted of features and contributions:
+    they blow up within steps, each in its own way. Theory does not know what depends on constants, such as which of two
+    powers is ahead at small widths. Nor does it know batches of more examples than a layer has units.
 
     Embeddings that are tied to a readout follow its rule, and so begin smaller than 1. What gradients and features make
     of that hangs on normalization: there nothing is predicted of updates by sgd, ``feature_rms``, contributions and
@@ -134,7 +132,7 @@ def predict(
 
 
 def _told(infos: Sequence[LayerInfo]) -> dict[str, LayerPosition]:
-    """Places as far as layers tell them: none is tied, and each group of a convolution is alone."""
+    """Return the places as far as layers tell them: none is tied, and each group of a convolution is alone."""
     dense = [info.name for info in infos if info.is_dense]
     index, depth, kind = {name: i for i, name in enumerate(dense)}, max(1, len(dense)), kinds(infos)
     return {i.name: LayerPosition(kind[i.name], i.fan_in, i.fan_out, index.get(i.name, 0), depth) for i in infos}
@@ -169,18 +167,17 @@ class _NetworkSlopes:
         readouts = [name for name in self.names if self._role(name) == "readout"]
         self._gradient = 0.0  # R
         if readouts:
-            last = readouts[-1]
-            of_update = self._of(last, lambda s, n, m: s.sgd if self._sgd else s.adam)
-            self._gradient = self._of(last, lambda s, n, m: s.std)
+            self._gradient = self._of(readouts[-1], lambda s, n, m: s.std)
             if not start:
-                self._gradient = max(self._gradient, of_update)
+                self._gradient = max(self._gradient, self._of(readouts[-1], lambda s, n, m: self._rate(s)))
         if self._deep and not self._keeps_its_signal():
             self._gradient = math.nan  # and with it all that has passed through features
         self._updates = {name: self._update(name) for name in self.names}
 
     def slope(self, quantity: str, name: str) -> float:
         """Return the slope of one layer; NaN where nothing is predicted."""
-        matrix, operator = self._role(name) != "vector", self._role(name) == "operator"
+        role = self._role(name)
+        matrix, dense = role != "vector", role in DENSE
         if len({info.blocks for info in self._infos[name]}) > 1:
             return math.nan
         still = self._start and quantity == "alignment"  # what is about to blow up has not yet
@@ -194,20 +191,20 @@ class _NetworkSlopes:
             return self._contribution(name)
         if quantity == "weight_natural":
             return self._weight(name)
-        if quantity in UPDATES and self._role(name) in DENSE:
+        if quantity in ("update_norm", "update_fro") and dense:
             return self._updates[name] + self._of(name, lambda s, n, m: math.sqrt(m / n))
-        if quantity in ("weight_norm", "weight_fro") and self._role(name) in DENSE:
+        if quantity in ("weight_norm", "weight_fro") and dense:
             spectral = quantity == "weight_norm"
             return self._of(name, lambda s, n, m: s.std * (n**0.5 + m**0.5 if spectral else (n * m) ** 0.5))
-        if quantity == "weight_stable_rank" and self._role(name) in DENSE:
+        if quantity == "weight_stable_rank" and dense:
             return self._of(name, lambda s, n, m: n * m / (n**0.5 + m**0.5) ** 2)
         if quantity in ("update_ratio", "drift_ratio") and matrix:
-            if self._tied and self._role(name) == "embedding":
+            if self._tied and role == "embedding":
                 return math.nan
             return self._updates[name] - self._weight(name)
-        if quantity == "drift_fro_ratio" and self._role(name) in DENSE:
+        if quantity == "drift_fro_ratio" and dense:
             return self.slope("update_fro", name) - self.slope("weight_fro", name)
-        return self._of_features(quantity, name) if operator or self._starts(name) else math.nan
+        return self._of_features(quantity, name) if role == "operator" or self._starts(name) else math.nan
 
     def _starts(self, name: str) -> bool:
         """Return whether it is a readout that has not moved."""
@@ -222,7 +219,7 @@ class _NetworkSlopes:
             return math.nan
         if quantity == "feature_change_local":
             return self._updates[name] - self._features(name)
-        if quantity in DRIFTS:
+        if quantity in ("feature_change", "feature_drift"):
             return self._change(name) - self._features(name)
         if quantity == "sensitivity" and not self._tied:
             return -self._of(name, lambda s, n, m: m) - self._backward(name) - self._cosine(name)
@@ -257,10 +254,10 @@ class _NetworkSlopes:
 
     def _update(self, name: str) -> float:
         """Return the slope of the natural norm of an update."""
-        size = self._of(name, lambda s, n, m: n * (s.sgd if self._sgd else s.adam))
-        if self._sgd and self._tied:
-            return math.nan
-        return size + (self._backward(name) if self._sgd else 0.0)
+        size = self._of(name, lambda s, n, m: n * self._rate(s))
+        if not self._sgd:
+            return size
+        return math.nan if self._tied else size + self._backward(name)
 
     def _backward(self, name: str) -> float:
         """Return the slope of the gradient's entries at a layer's outputs."""
@@ -283,7 +280,7 @@ class _NetworkSlopes:
         return self._line([place.index + 1 + own for place in self._places[name]])
 
     def _moves(self, other: str, name: str) -> float:
-        """By how much an update changes what a later layer puts out; tokens in relation to what they are."""
+        """Return the slope of what an update changes of a later layer's outputs; of tokens relative to their size."""
         own = self._updates[other] - (self._weight(other) if self._role(other) == "embedding" else 0.0)
         if not self._deep:
             return own
@@ -296,7 +293,7 @@ class _NetworkSlopes:
     def _contribution(self, name: str) -> float:
         if self._tied:
             return math.nan
-        size = self._of(name, lambda s, n, m: n * m * (s.sgd if self._sgd else s.adam))
+        size = self._of(name, lambda s, n, m: n * m * self._rate(s))
         return size + self._backward(name) * (2 if self._sgd else 1)
 
     def _weight(self, name: str) -> float:
@@ -311,6 +308,10 @@ class _NetworkSlopes:
 
     def _role(self, name: str) -> str:
         return self._infos[name][0].role
+
+    def _rate(self, scale: Scale) -> float:
+        """Return what the learning rate is multiplied by."""
+        return scale.sgd if self._sgd else scale.adam
 
     def _of(self, name: str, value: Callable[[Scale, float, float], float]) -> float:
         """Return the slope of a function's values over the sizes; NaN if there is no rule."""

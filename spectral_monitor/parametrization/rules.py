@@ -38,7 +38,7 @@ class Power:
     factor: float = 1.0
 
     def at(self, fan_in: float = 1, fan_out: float = 1, depth: float = 1) -> float:
-        """Its value."""
+        """Return the value at some fans and a depth."""
         return float(self.factor * fan_in**self.fan_in * fan_out**self.fan_out * depth**self.depth)
 
     def __str__(self) -> str:
@@ -137,8 +137,8 @@ class Parametrization:
         """Return what your forward must multiply the output of each branch by before it is added to the stream.
 
         Nothing is written on a module, so this part of the parametrization is yours: ``x + multiplier * block(x)``.
-        Any number in proportion to it does, such as that of the blocks for that of the hidden matrices, as long as it
-        is the same function of the depth at every depth.
+        Any number in proportion to it will do, such as the number of blocks instead of that of hidden matrices. It must
+        be the same function of the depth at every depth.
 
         Args:
             depth: L, the number of hidden matrices, or of blocks.
@@ -241,7 +241,7 @@ class Parametrization:
                 weight[padding].zero_()
 
     def _stds(self, layer: Layer, place: LayerPosition, outputs: Outputs) -> list[float]:
-        """Standard deviation of each block of a matrix."""
+        """Return the standard deviation of each block of a matrix."""
         sizes = [place.fan_out if len(set(layer.layout.fan_outs)) == 1 else n for n in layer.layout.fan_outs]
         return [self.scale(replace(place, fan_out=n), outputs).std for n in sizes]
 
@@ -258,7 +258,7 @@ class Parametrization:
         weight_decay: float | None = None,
         eps: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Groups for an optimizer, with ``lr`` times the factor of each parameter's place.
+        """Return groups for an optimizer, with ``lr`` times the factor of each parameter's place.
 
         Args:
             module: the model, or FSDP's wrapper around it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from spectral_monitor.layers import Layer
@@ -51,11 +51,7 @@ def units(layers: Sequence[Layer]) -> list[TiedLayers]:
     for i, (layer, owner) in enumerate(zip(layers, owners, strict=True)):
         joins = roles[owner] == {"embedding"}
         members[streams.get(layer.info.fan_out, owner) if joins else owner].append(i)
-    found = []
-    for some in members.values():
-        leader = next((i for i in some if layers[i].info.is_dense), some[0])
-        found.append(TiedLayers(leader, tuple(i for i in some if i != leader)))
-    return found
+    return [_led(some, lambda i: layers[i].info.is_dense) for some in members.values()]
 
 
 def contribution_blocks(layers: Sequence[Layer]) -> list[TiedLayers]:
@@ -70,8 +66,10 @@ def contribution_blocks(layers: Sequence[Layer]) -> list[TiedLayers]:
     members: dict[str, list[int]] = defaultdict(list)
     for i, layer in enumerate(layers):
         members[names.get(layer.tied_to, names[layer.info.name])].append(i)
-    found = []
-    for some in members.values():
-        leader = next((i for i in some if layers[i].is_matrix), some[0])
-        found.append(TiedLayers(leader, tuple(i for i in some if i != leader)))
-    return found
+    return [_led(some, lambda i: layers[i].is_matrix) for some in members.values()]
+
+
+def _led(members: Sequence[int], leads: Callable[[int], bool]) -> TiedLayers:
+    """Return members behind the first that may lead; behind the first of all if none may."""
+    leader = next(filter(leads, members), members[0])
+    return TiedLayers(leader, tuple(i for i in members if i != leader))

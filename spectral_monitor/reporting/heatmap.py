@@ -54,7 +54,7 @@ class _Scale:
     limits: tuple[float, ...] = ()
 
     def place(self, value: float) -> float:
-        """On the colour bar, 0 at its top and 1 at its bottom."""
+        """Return the place of a value on the colour bar, 0 at its top and 1 at its bottom."""
         return (self.high - value) / (self.high - self.low)
 
 
@@ -70,8 +70,8 @@ def can_draw() -> bool:
 def heatmap(history: History, quantity: str) -> Pixels | None:
     """Draw a picture of a quantity, a row for each matrix and a column for each measurement that has it.
 
-    ``update_natural``, and all that is held against a reference, is shown as its ratio to that, with the limits of
-    the band as lines on the colour bar. What was not measured is grey, the names of layers that are off now are red.
+    A quantity with a reference, such as ``update_natural``, is shown as its ratio to that; lines on the colour bar are
+    the limits of the band. What was not measured is grey, the names of layers that are off now are red.
     Settings of matplotlib are neither used nor changed.
 
     Args:
@@ -94,7 +94,7 @@ def heatmap(history: History, quantity: str) -> Pixels | None:
 
 
 def _scale(history: Thinned, quantity: str, rows: Sequence[int]) -> _Scale | None:
-    """``None`` where there is nothing to show."""
+    """Return the scale of a picture; ``None`` where there is nothing to show."""
     title = (QUANTITIES[quantity].picture if quantity in QUANTITIES else "") or quantity
     ratios = history.ratios(quantity)[rows]
     if ratios.isfinite().any():
@@ -109,7 +109,7 @@ def _scale(history: Thinned, quantity: str, rows: Sequence[int]) -> _Scale | Non
 
 
 def _limits(history: Thinned, quantity: str, rows: Sequence[int]) -> tuple[float, ...]:
-    """Low and high over reference, of the layer in the middle, at the last measurement that has any."""
+    """Return low and high over the reference: the medians over the layers at the last measurement with bands."""
     for measurement in reversed(history.measurements):
         if quantity in measurement.bands:
             band = measurement.bands[quantity][rows]
@@ -119,7 +119,7 @@ def _limits(history: Thinned, quantity: str, rows: Sequence[int]) -> tuple[float
 
 
 def _against_reference(title: str, ratios: Tensor, limits: tuple[float, ...]) -> _Scale:
-    """Colours by the logarithm to base 2, as far on both sides as the values go, within reason."""
+    """Return colours by the logarithm to base 2, as far on both sides as the values go, within reason."""
     shown = ratios.log2()
     lines = tuple(math.log2(limit) for limit in limits)
     far = shown[shown.isfinite()].abs().max().item() if shown.isfinite().any() else 0.0
@@ -147,7 +147,7 @@ def _draw(
     steps: Sequence[int],
     outside: set[str],
 ) -> Pixels:
-    """With colours and fonts of matplotlib's, but without its figures, which take thirty times as long."""
+    """Draw with matplotlib's colours and fonts, but without its figures, which take thirty times as long."""
     import matplotlib as mpl
 
     rows, columns = shown.shape
@@ -191,7 +191,7 @@ class _Label:
 
 
 def _written(labels: Sequence[_Label], height: int) -> Pixels:
-    """White, with the labels."""
+    """Return a white picture with the labels."""
     import matplotlib as mpl
     from PIL import Image, ImageDraw, ImageFont
 

@@ -22,10 +22,10 @@ def write_limit(
 ) -> Path:
     """Write a limit as a run of its own, beside that of a training.
 
-    In ``folder/limit`` there are then a file of JSON lines, which ``spectral-monitor report folder`` draws as dashed
-    lines, and TensorBoard events under the same tags as the training's: TensorBoard shows the run ``limit`` in the same
-    charts. A run of W&B takes ``sinks=[WandbSink(wandb.init(group=..., name="limit"))]``, with the group of the
-    training.
+    In ``folder/limit`` there is then a file of JSON lines, which ``spectral-monitor report folder`` draws as dashed
+    lines. Beside it are TensorBoard events under the same tags as the training's, so that TensorBoard shows the run
+    ``limit`` in the same charts. A run of W&B takes ``sinks=[WandbSink(wandb.init(group=..., name="limit"))]``, with
+    the group of the training.
 
     Args:
         measurements: at infinite width, such as :func:`spectral_monitor.scaling.reference_run` returns.

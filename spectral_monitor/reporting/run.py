@@ -159,7 +159,7 @@ class MeasuredRun:
         """Without the hooks that a trainer calls, so that completion shows what users can ask."""
         return sorted(name for name in super().__dir__() if not name.startswith("on_"))
 
-    if not TYPE_CHECKING:  # a type checker shall go on finding names that are not there
+    if not TYPE_CHECKING:  # so that a type checker still reports names that are not there
 
         def __getattr__(self, name: str) -> Any:
             known = [each for each in dir(type(self)) if not each.startswith(("_", "on_"))]

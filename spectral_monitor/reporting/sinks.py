@@ -27,7 +27,7 @@ class Sink(Protocol):
         """Take the next measurement."""
 
     def close(self) -> None:
-        """Training is over, or has stopped on an error; another run may follow."""
+        """End the run: training is over or has stopped on an error; another run may follow."""
 
 
 class Sinks:

@@ -75,7 +75,7 @@ def check_data(data: Any) -> None:
 
 
 def batches(data: Any, seed: int) -> Iterator[Any]:
-    """Batches without end: from the start again when there are no more.
+    """Yield batches without end: from the start again when there are no more.
 
     Args:
         data: as :func:`check_data` takes it.
@@ -116,7 +116,7 @@ def batches(data: Any, seed: int) -> Iterator[Any]:
 
 @contextmanager
 def _own_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Generators that a DataLoader was given are seeded inside, and as they were afterwards."""
+    """Seed the generators that a DataLoader was given; afterwards they are as they were."""
     samplers = [
         loader,
         getattr(loader, "sampler", None),
@@ -135,7 +135,7 @@ def _own_generators(loader: Any, seed: int) -> Iterator[None]:
 
 @contextmanager
 def _own_workers(loader: Any) -> Iterator[None]:
-    """Workers that a DataLoader keeps are made again inside: those that are there would go on with what they drew."""
+    """Have a DataLoader make its persistent workers again: those that are there would go on with what they drew."""
     if not isinstance(loader, DataLoader) or not loader.persistent_workers:
         yield
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from spectral_monitor.layers import Anatomy, Layer, dissect
 from spectral_monitor.layers.naming import named_modules
-from spectral_monitor.parametrization.param_groups import check_family
+from spectral_monitor.parametrization.param_groups import check_family, check_lr
 from spectral_monitor.scaling.readout_search import normalize_backward
 from spectral_monitor.scaling.trial import FAMILIES, Blocks, Family, Loss, Trial
 from spectral_monitor.state.dtensor import is_distributed
@@ -86,8 +85,7 @@ class Calibration:
             >>> [group["parameter_names"] for group in optimizer.param_groups]
             [['0.weight', '0.bias'], ['2.weight', '2.bias']]
         """
-        if isinstance(lr, bool) or not 0 < lr < math.inf:
-            raise ValueError(f"lr must be a positive number, got {lr!r}")
+        check_lr(lr)
         block_of = {name: block for block, names in self.parameters.items() for name in names}
         groups: dict[str, dict[str, Any]] = {}
         for name, parameter in module.named_parameters():
@@ -165,21 +163,21 @@ def calibrate(
     anatomy = dissect(module, roles=roles)
     readout = _readout(anatomy)
     layers, kept = _scalable(anatomy, readout)
-    blocks = _blocks(module, {id(layer.sources[0]) for layer in anatomy.layers if layer.is_matrix})
+    blocks = _blocks(module, {layer.sources[0] for layer in anatomy.layers if layer.is_matrix})
     with preserved(module, given), RandomState.now().replayed(), torch.inference_mode(False):
         trial = Trial(module, given, loss)
         factors = trial.forward_factors(layers)
-        scaled = ((layer.module, factors[id(layer.sources[0])]) for layer in layers)
-        _multiply((_scaled(module, False), factor) for module, factor in scaled if module is not None)
+        called = [(layer.module, factors[layer.sources[0]]) for layer in layers if layer.module is not None]
+        _multiply((_scaled(part, False), factor) for part, factor in called)
         _check_sizes(trial, layers)
         begins_at_zero = not readout.sources[0].detach().any()
         factor, found = normalize_backward(trial, readout, blocks, optimizer)
-    in_order = [
-        (layer.info.name, value) for key, value in factors.items() for layer in layers if id(layer.sources[0]) == key
-    ]
+    by_name = {
+        layer.info.name: size for weight, size in factors.items() for layer in layers if layer.sources[0] is weight
+    }
     return Calibration(
         optimizer=optimizer,
-        factors={**dict(in_order), readout.info.name: 1.0 if begins_at_zero else factor},
+        factors={**by_name, readout.info.name: 1.0 if begins_at_zero else factor},
         rates=dict(zip(blocks, found.rates, strict=True)),
         parameters={block: tuple(name for name, _ in members) for block, members in blocks.items()},
         readout=readout.info.name,
@@ -195,8 +193,8 @@ def calibrate(
 def _readout(anatomy: Anatomy) -> Layer:
     readouts = [layer for layer in anatomy.layers if layer.info.role == "readout"]
     last = [layer for layer in anatomy.layers if layer.info.is_dense][-1:]
-    if readouts and last and last[0] not in readouts and not last[0].sources[0].requires_grad:
-        raise ValueError(f"the readout, {last[0].info.name!r}, is frozen: its scale is what Eq. 7 sets")
+    if readouts and last and last[0] not in readouts:
+        _require_trained(last[0])
     if len(readouts) != 1:
         names = ", ".join(repr(layer.info.name) for layer in readouts)
         count = f"several readouts ({names})" if readouts else "no readout"
@@ -205,18 +203,20 @@ def _readout(anatomy: Anatomy) -> Layer:
         )
     readout = readouts[0]
     name, weight = readout.info.name, readout.sources[0]
-    others = [
-        layer.info.name for layer in anatomy.layers if layer is not readout and id(layer.sources[0]) == id(weight)
-    ]
+    others = [layer.info.name for layer in anatomy.layers if layer is not readout and layer.sources[0] is weight]
     if others:
         raise ValueError(
             f"the readout, {name!r}, shares its weight with {others[0]!r}, so that it has no scale of its own: untie "
             "them, or put a factor of your own between features and outputs"
         )
-    if not weight.requires_grad:
-        raise ValueError(f"the readout, {name!r}, is frozen: its scale is what Eq. 7 sets")
+    _require_trained(readout)
     _require_scale(readout)
     return readout
+
+
+def _require_trained(readout: Layer) -> None:
+    if not readout.sources[0].requires_grad:
+        raise ValueError(f"the readout, {readout.info.name!r}, is frozen: its scale is what Eq. 7 sets")
 
 
 def _scalable(anatomy: Anatomy, readout: Layer) -> tuple[list[Layer], dict[str, str]]:
@@ -246,14 +246,14 @@ def _require_scale(layer: Layer) -> None:
         raise ValueError(f"{name!r} cannot be scaled: {reason}. roles={{{name!r}: 'ignore'}} leaves it as it is")
 
 
-def _blocks(module: nn.Module, matrices: set[int]) -> Blocks:
+def _blocks(module: nn.Module, matrices: set[nn.Parameter]) -> Blocks:
     """Return every trained parameter in one block: those of a module without parts share one if it has one matrix."""
     found: Blocks = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             owner = name.rpartition(".")[0]
             part = module.get_submodule(owner)
-            few = sum(id(p) in matrices for p in part.parameters(recurse=False)) <= 1
+            few = sum(p in matrices for p in part.parameters(recurse=False)) <= 1
             together = owner and few and not any(part.children())
             found.setdefault(owner if together else name, []).append((name, parameter))
     return found
@@ -267,20 +267,21 @@ def _scaled(part: nn.Module, is_readout: bool) -> list[nn.Parameter]:
 @torch.no_grad()
 def _multiply(scaled: Iterable[tuple[Sequence[nn.Parameter], float]]) -> None:
     """Multiply parameters, each once, by their factors."""
-    done: set[int] = set()
+    done: set[nn.Parameter] = set()
     for parameters, factor in scaled:
         for parameter in parameters:
-            if id(parameter) not in done:
+            if parameter not in done:
                 parameter.mul_(factor)
-                done.add(id(parameter))
+                done.add(parameter)
 
 
 def _check_sizes(trial: Trial, layers: Sequence[Layer]) -> None:
     """Refuse layers whose outputs are not proportional to their parameters."""
     more = trial.forward_factors(layers)
     for layer in layers:
-        if abs(more[id(layer.sources[0])] - 1) > 0.01:
-            name, size = layer.info.name, 1 / more[id(layer.sources[0])]
+        factor = more[layer.sources[0]]
+        if abs(factor - 1) > 0.01:
+            name, size = layer.info.name, 1 / factor
             raise ValueError(
                 f"{name!r} cannot be scaled: with a factor on its weight that should give its outputs RMS 1 they have "
                 f"{size:.3g}. roles={{{name!r}: 'ignore'}} leaves it as it is"

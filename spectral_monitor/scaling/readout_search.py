@@ -15,10 +15,10 @@ from spectral_monitor.scaling.trial import Blocks, EqualContributionStep, Family
 START = 1e-2
 """RMS of the outputs the search begins with, where the loss does not yet depend on them."""
 
-EQUAL = 2e-3
+TOLERANCE = 2e-3
 """Relative error of the sensitivity that is left."""
 
-FARTHEST, MOST_TURNS = math.log(1e5), 60
+MAX_DISTANCE, MAX_TURNS = math.log(1e5), 60
 """How far the search goes from where it begins, in the logarithm of the factor, and how often it looks."""
 
 
@@ -29,8 +29,9 @@ def normalize_backward(
 
     If the readout is zero, the factor is the learning rate of the step of its block that leads there from zero.
 
-    The search begins where outputs are small and the sensitivity is the inverse of the factor; once there is one on
-    either side, it goes between the two, by turns where the line through their logarithms meets 0 and in the middle.
+    The search begins where outputs are small and the sensitivity is the inverse of the factor. Once there is a factor
+    on either side, it goes between the two. By turns it takes the point where the line through their logarithms meets
+    0, and the middle.
 
     Raises:
         ValueError: no factor does; a zero readout without a gradient; see :func:`equal_contributions`.
@@ -46,12 +47,12 @@ def normalize_backward(
     above: tuple[float, float] | None = None  # logarithms of a factor and of the sensitivity there
     below: tuple[float, float] | None = None
     turn = 0
-    while abs(place - first) < FARTHEST and turn < MOST_TURNS:
+    while abs(place - first) < MAX_DISTANCE and turn < MAX_TURNS:
         with torch.no_grad():
             for parameter, origin, part in zip(moved, start, along, strict=True):
                 parameter.copy_(origin.add(part, alpha=math.exp(place)))
         found = equal_contributions(trial, readout, blocks, optimizer)
-        if abs(found.sensitivity - 1) < EQUAL:
+        if abs(found.sensitivity - 1) < TOLERANCE:
             return math.exp(place), found
         size = math.log(found.sensitivity)
         above, below = ((place, size), below) if size > 0 else (above, (place, size))

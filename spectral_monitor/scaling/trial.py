@@ -31,14 +31,14 @@ Blocks = dict[str, list[tuple[str, nn.Parameter]]]
 SETTLED = 1e-4
 """Relative change of a factor, from one pass over the batches to the next, at which it is taken to be found."""
 
-MOST_PASSES = 50
+MAX_PASSES = 50
 """To find factors where a layer feeds itself; else no more are needed than there are layers."""
 
 UNSURE = 0.01
 """Relative error by rounding at which a change of features is no longer believed."""
 
 
-CUT = 0.1
+MAX_BYPASS = 0.1
 """Share of the loss decrease that may go another way than through what the readout is given."""
 
 
@@ -97,8 +97,8 @@ class Trial:
             yield loss.reshape(())
 
     @torch.no_grad()
-    def forward_factors(self, layers: Sequence[Layer]) -> dict[int, float]:
-        """By ``id`` of a weight, in order of execution: what it takes for the outputs of its layers to have RMS 1.
+    def forward_factors(self, layers: Sequence[Layer]) -> dict[nn.Parameter, float]:
+        """Return, for each weight in order of execution, the factor with which its layers' outputs have RMS 1.
 
         Outputs are divided by their RMS while the pass goes on, so that of one batch a single pass is exact. Over
         several batches, and where a layer is called again, the first layer is exact after one pass, the second after
@@ -107,12 +107,12 @@ class Trial:
         Raises:
             ValueError: outputs that are zero or not finite, a layer that is not called, sizes that do not settle.
         """
-        sums: dict[int, dict[tuple[int, int], tuple[float, int]]] = {}
-        calls: dict[tuple[int, int], int] = {}
-        factors: dict[int, float] = {}
+        sums: dict[nn.Parameter, dict[tuple[int, int], tuple[float, int]]] = {}
+        calls: dict[tuple[nn.Parameter, int], int] = {}
+        factors: dict[nn.Parameter, float] = {}
 
         def rescale(layer: Layer, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            weight = id(layer.sources[0])
+            weight = layer.sources[0]
             call = calls[weight, self.batch] = calls.get((weight, self.batch), 0) + 1
             size = float(F.feature_rms(output))
             if not 0 < size < math.inf:
@@ -130,25 +130,26 @@ class Trial:
             for layer in layers:
                 if layer.module is not None:
                     hooks.enter_context(layer.module.register_forward_hook(partial(rescale, layer)))
-            for _ in range(max(MOST_PASSES, len(layers) + 2)):
+            for _ in range(max(MAX_PASSES, len(layers) + 2)):
                 before = dict(factors)
                 calls.clear()
                 for _ in self.losses():
                     pass
-                changes = {key: abs(math.log(factors[key] / before.get(key, math.nan))) for key in factors}
+                changes = {weight: abs(math.log(now / before.get(weight, math.nan))) for weight, now in factors.items()}
                 if all(change < SETTLED for change in changes.values()):
                     break
             else:
-                moving = [layer.info.name for layer in layers if not changes[id(layer.sources[0])] < SETTLED]
+                moving = [layer.info.name for layer in layers if not changes[layer.sources[0]] < SETTLED]
                 raise ValueError(f"the size of features does not settle, those of {', '.join(moving)}")
         for layer in layers:
-            if id(layer.sources[0]) not in factors:
+            if layer.sources[0] not in factors:
                 raise ValueError(f"{layer.info.name!r} is not called on any of the {len(self.batches)} batches")
         return factors
 
     @contextmanager
-    def _given(self, readout: nn.Module) -> Iterator[list[Tensor]]:
-        """Inside, the inputs of a module are collected."""
+    def _given(self, readout: Layer) -> Iterator[list[Tensor]]:
+        """Inside, the inputs of a layer's module are collected."""
+        assert readout.module is not None
         inputs: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -156,12 +157,12 @@ class Trial:
             if given is not None:
                 inputs.append(given)
 
-        with readout.register_forward_pre_hook(keep, with_kwargs=True):
+        with readout.module.register_forward_pre_hook(keep, with_kwargs=True):
             yield inputs
 
     @torch.enable_grad()
     def look(self, readout: Layer, parameters: Sequence[nn.Parameter]) -> GradientPass:
-        """Losses and gradients.
+        """Return losses and gradients on all batches.
 
         Raises:
             ValueError: the readout is not called, what it is given does not depend on trained weights or is rounded
@@ -169,8 +170,7 @@ class Trial:
         """
         total, h, b, eps = 0.0, [], [], 0.0
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
-        assert readout.module is not None
-        with self._given(readout.module) as inputs:
+        with self._given(readout) as inputs:
             for loss in self.losses():
                 if not inputs or not all(given.requires_grad for given in inputs):
                     what = "is given what no trained weight leads to" if inputs else "is not called"
@@ -203,30 +203,33 @@ class Trial:
             ValueError: it does not move by more than rounding does.
         """
         before = [parameter.detach().clone() for parameter in parameters]
-        assert readout.module is not None
 
         def given(length: float) -> Tensor:
             for parameter, start, along in zip(parameters, before, direction, strict=True):
                 parameter.copy_(start.add(along, alpha=length))
-            with self._given(readout.module) as inputs:  # type: ignore[arg-type]
+            with self._given(readout) as inputs:
                 for _ in self.losses():
                     pass
             return torch.cat([x.double().flatten() for x in inputs])
+
+        def shifted(length: float, least: float) -> tuple[Tensor, float]:
+            """Return half of what two opposite steps change, and its size relative to the inputs."""
+            half = (given(length) - given(-length)) / 2
+            change = _norm(half) / _norm(look.h)
+            if not math.isfinite(change) or change * UNSURE < least:
+                raise ValueError(
+                    f"what the readout, {readout.info.name!r}, is given changes by {change:.1e} of its size, too "
+                    f"little for features rounded to {look.eps:.1e}"
+                )
+            return half, change
 
         target = math.sqrt(look.eps)
         sizes = [(_norm(start), _norm(along)) for start, along in zip(before, direction, strict=True)]
         length = target * min((size / along for size, along in sizes if along > 0 and size > 0), default=1.0)
         try:
-            for attempt in range(2):
-                moved = (given(length) - given(-length)) / 2
-                change = _norm(moved) / _norm(look.h)
-                if not math.isfinite(change) or (attempt and change * UNSURE < look.eps):
-                    raise ValueError(
-                        f"what the readout, {readout.info.name!r}, is given changes by {change:.1e} of its size, too "
-                        f"little for features rounded to {look.eps:.1e}"
-                    )
-                if not attempt:
-                    length *= target / max(change, look.eps * UNSURE)
+            _, change = shifted(length, least=0.0)
+            length *= target / max(change, look.eps * UNSURE)
+            moved, _ = shifted(length, least=look.eps)
         finally:
             for parameter, start in zip(parameters, before, strict=True):
                 parameter.copy_(start)
@@ -267,8 +270,8 @@ def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer:
     """
     parameters = [parameter for members in blocks.values() for _, parameter in members]
     look = trial.look(readout, parameters)
-    gradient_of = {id(p): gradient for p, gradient in zip(parameters, look.gradients, strict=True)}
-    by_block = {block: [gradient_of[id(p)] for _, p in members] for block, members in blocks.items()}
+    gradient_of = dict(zip(parameters, look.gradients, strict=True))
+    by_block = {block: [gradient_of[p] for _, p in members] for block, members in blocks.items()}
     order = 1 if optimizer == "adam" else 2
     sizes = {block: _norm(torch.cat([g.flatten() for g in some]), order) for block, some in by_block.items()}
     rates, updates, before, decrease = [], [], 0.0, 0.0
@@ -289,7 +292,7 @@ def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer:
         updates += update
     velocity = trial.velocity(readout, look, parameters, updates)
     carried = float(F.contribution(look.b, velocity)) / before if before else math.nan
-    if not abs(carried - 1) < CUT:
+    if not abs(carried - 1) < MAX_BYPASS:
         raise ValueError(
             f"what the readout, {readout.info.name!r}, is given carries {carried:.2f} of the loss decrease of the "
             "weights before it: not all signal passes there (Theorem 2.1 needs that). Is another layer the readout?"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool) -> Tensor:
-    """Memory not yet written to; in the ``host``'s such that a GPU copies there by itself, without being waited for."""
+    """Return memory not yet written to; on the ``host`` it is pinned for a GPU, which copies there by itself."""
     if not host:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")

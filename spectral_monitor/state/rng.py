@@ -28,9 +28,7 @@ class RandomState:
     def now(cls) -> RandomState:
         """Return the present state."""
         numpy = sys.modules.get("numpy")
-        cuda = (
-            tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-        )
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
         numpy_state = numpy.random.get_state() if numpy is not None else None
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda)
 
@@ -52,7 +50,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(list(self.cuda))
 
     def pack(self) -> Packed:
-        """In plain types."""
+        """Return the state in plain types."""
         return pack([self.python, self.numpy, self.cpu, self.cuda], "the random state")
 
     @classmethod
@@ -86,7 +84,7 @@ class AutocastState:
 
     @classmethod
     def now(cls, module: nn.Module) -> AutocastState:
-        """Autocast of the CPU and of the module's own devices."""
+        """Return the autocast of the CPU and of the module's own devices."""
         devices = {"cpu", *(p.device.type for p in module.parameters())} - {"meta"}
         return cls(
             tuple(
@@ -100,12 +98,12 @@ class AutocastState:
         """True if some of it computes in half precision."""
         return any(enabled and dtype.itemsize < 4 for _, enabled, dtype in self.states)
 
-    def without(self) -> AutocastState:
+    def disabled(self) -> AutocastState:
         """Return the same forward's, in full precision."""
         return AutocastState(tuple((device, False, dtype) for device, _, dtype in self.states))
 
     def pack(self) -> Packed:
-        """In plain types."""
+        """Return the state in plain types."""
         return [[device, enabled, str(dtype).removeprefix("torch.")] for device, enabled, dtype in self.states]
 
     @classmethod

@@ -7,27 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from spectral_monitor.state.objects import (
-    CONTAINERS,
-    generator_state,
-    generator_types,
-    has_life,
-    is_array,
-    is_data,
-    is_looked_into,
-    passed_on,
-    read,
-    refill,
-    set_generator_state,
-    write,
-)
+from spectral_monitor.state import objects
 from spectral_monitor.state.snapshot import _TORCH_OWN, is_state
 
 Packed = list[Any]
@@ -53,7 +39,7 @@ def pack(value: Any, where: str) -> Packed:
         return ["value", value]
     if isinstance(value, Tensor):
         return ["tensor", host_copy(value, where), value.device.type, value.requires_grad]
-    if is_array(value) and not value.dtype.hasobject:
+    if objects.is_array(value) and not value.dtype.hasobject:
         content = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8)
         return ["array", content, value.dtype.str, list(value.shape)]
     if kind in (list, tuple, set):
@@ -106,7 +92,7 @@ class _StatePacker:
 
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}
-        self._generators = generator_types()
+        self._generators = objects.generator_types()
 
     def _first(self, value: object) -> bool:
         first = id(value) not in self._seen
@@ -114,7 +100,7 @@ class _StatePacker:
         return first
 
     def module(self, module: nn.Module, where: str) -> Packed:
-        """Attributes and buffers of a module and its parts."""
+        """Pack the attributes and buffers of a module and its parts."""
         parts = []
         for name, part in module.named_modules():
             if self._first(part):
@@ -127,7 +113,7 @@ class _StatePacker:
         return [[key, self.value(value, f"{where}.{key}")] for key, value in items.items()]
 
     def value(self, value: Any, where: str) -> Packed:
-        """Whatever an attribute or container holds; ``_LEFT`` for what is not rewound either."""
+        """Pack whatever an attribute or container holds; ``_LEFT`` for what is not rewound either."""
         kind = type(value)
         if kind in (type(None), bool, int, float, str):
             return ["value", value]
@@ -135,30 +121,32 @@ class _StatePacker:
             return ["tuple", kind.__name__, [self.value(item, f"{where}[{i}]") for i, item in enumerate(value)]]
         if isinstance(value, nn.Module):
             return self.module(value, where)
+        if not self._first(value):
+            return _LEFT
         if isinstance(value, Tensor):
-            return pack(value, where) if is_state(value, weights=False) and self._first(value) else _LEFT
-        if isinstance(value, CONTAINERS):
-            return self._container(value, where) if self._first(value) else _LEFT
+            return pack(value, where) if is_state(value, weights=False) else _LEFT
+        if isinstance(value, objects.CONTAINERS):
+            return self._container(value, where)
         if issubclass(kind, self._generators):
-            return ["generator", pack(generator_state(value), where)] if self._first(value) else _LEFT
-        if is_array(value):
-            return pack(value, where) if self._first(value) else _LEFT
-        if is_looked_into(kind) or passed_on(value) or is_data(value):
-            return self._object(value, where) if self._first(value) else _LEFT
+            return ["generator", pack(objects.generator_state(value), where)]
+        if objects.is_array(value):
+            return pack(value, where)
+        if objects.is_looked_into(kind) or objects.passed_on(value) or objects.is_data(value):
+            return self._object(value, where)
         return _LEFT
 
     def _object(self, value: Any, where: str) -> Packed:
         name = type(value).__name__
-        if parts := passed_on(value):
+        if parts := objects.passed_on(value):
             return ["passed", name, [self.value(part, f"{where}[{i}]") for i, part in enumerate(parts)]]
-        own = self._attributes(value, where) if is_looked_into(type(value)) else self._items(vars(value), where)
+        own = self._attributes(value, where) if objects.is_looked_into(type(value)) else self._items(vars(value), where)
         return ["object", name, own]
 
     def _attributes(self, value: Any, where: str) -> list[list[Any]]:
-        if not is_looked_into(type(value)):
+        if not objects.is_looked_into(type(value)):
             return []
-        items = read(value)
-        if has_life(list(items.values())):
+        items = objects.read(value)
+        if objects.has_life(list(items.values())):
             items = {key: item for key, item in items.items() if isinstance(item, self._generators)}
         return self._items(items, where)
 
@@ -167,9 +155,8 @@ class _StatePacker:
         if isinstance(box, dict):
             pairs = [[pack(k, f"a key of {where}"), self.value(v, f"{where}[{k!r}]")] for k, v in box.items()]
             return ["dict", name, pairs, *self._own(box, where)]
-        kind = next(base.__name__ for base in (list, set, deque) if isinstance(box, base))
         items = [self.value(item, f"{where}[{i}]") for i, item in enumerate(box)]
-        return [kind, name, items, *self._own(box, where)]
+        return [objects.base_of(box).__name__, name, items, *self._own(box, where)]
 
     def _own(self, box: Any, where: str) -> list[list[Any]]:
         attributes = self._attributes(box, where)
@@ -190,22 +177,22 @@ def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
     if kind == "module":
         return _put_module(live, content[0], device, where)
     if kind == "generator":
-        if not isinstance(live, generator_types()):
+        if not isinstance(live, objects.generator_types()):
             raise NotPlainError(f"{where} is not a random generator any more")
-        set_generator_state(live, unpack(content[0], torch.device("cpu")))
+        objects.set_generator_state(live, unpack(content[0], torch.device("cpu")))
         return live
     name, items, *own = content  # attributes of a container's own class
     same = type(live).__name__ == name
     if not same and (name not in _BUILTIN or name != kind):
         raise NotPlainError(f"{where} is a {type(live).__name__}, was a {name}")
     if kind == "object":
-        if is_looked_into(type(live)):
+        if objects.is_looked_into(type(live)):
             _put_attributes(live, items, device, where)
         else:
             _put_items(vars(live), items, device, where)
         return live
     if kind == "passed":
-        for i, (part, item) in enumerate(zip(passed_on(live), items, strict=True)):
+        for i, (part, item) in enumerate(zip(objects.passed_on(live), items, strict=True)):
             _put(part, item, device, f"{where}[{i}]")
         return live
     if kind == "dict":
@@ -221,7 +208,7 @@ def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
         cls: Any = type(live) if same else tuple
         return cls(*filled) if hasattr(cls, "_fields") else cls(filled)
     box = live if same else _BUILTIN[name]()
-    refill(box, filled)
+    objects.refill(box, filled)
     if own:
         _put_attributes(box, own[0], device, where)
     return box
@@ -238,7 +225,7 @@ def _put_tensor(live: Any, stored: Tensor, on: str, requires_grad: bool, device:
 def _put_array(live: Any, stored: Tensor, dtype: str, shape: list[int]) -> Any:
     numpy = sys.modules["numpy"]
     array = numpy.frombuffer(bytearray(stored.numpy().tobytes()), dtype=dtype).reshape(shape)
-    if is_array(live) and live.dtype == array.dtype and live.shape == array.shape and live.flags.writeable:
+    if objects.is_array(live) and live.dtype == array.dtype and live.shape == array.shape and live.flags.writeable:
         live[...] = array
         return live
     return array
@@ -275,12 +262,12 @@ def _put_items(space: dict[str, Any], items: list[Any], device: torch.device, wh
 
 
 def _put_attributes(live: Any, items: list[Any], device: torch.device, where: str) -> None:
-    held = read(live)
+    held = objects.read(live)
     for key, packed in items:
         if packed[0] != "left":
             item = _put(held.get(key), packed, device, f"{where}.{key}")
             if key not in held or held[key] is not item:
-                write(live, key, item)
+                objects.write(live, key, item)
 
 
 def fingerprint(tree: Any) -> str:

@@ -1,7 +1,7 @@
 """Files beside checkpoints: what they are called, where they may be, reading and writing them.
 
-A checkpoint may come from anybody. What it says of its files is therefore checked before any of them is looked for, and
-nothing is ever written to a place that a checkpoint names.
+A checkpoint may come from anybody. So what it says of its files is checked before any of them is looked for. Nothing is
+ever written to a place that a checkpoint names.
 """
 
 from __future__ import annotations

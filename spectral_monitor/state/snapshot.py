@@ -16,33 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from spectral_monitor.state import objects
 from spectral_monitor.state.buffers import kept
 from spectral_monitor.state.dtensor import is_distributed, local_part
-from spectral_monitor.state.objects import (
-    ATOMS,
-    CONTAINERS,
-    MAX_DEPTH,
-    MAX_OBJECTS,
-    base_of,
-    generator_state,
-    generator_types,
-    has_life,
-    is_array,
-    is_data,
-    is_looked_into,
-    passed_on,
-    put_back,
-    read,
-    refill,
-    set_generator_state,
-)
 
-LARGE = 10_000
+MAX_ITEMS = 10_000
 """Containers of more items are put back, but their items not looked into."""
 
 
 _TORCH_OWN = frozenset(key for key in vars(nn.Module()) if key != "training")
-_TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(key for key in _TORCH_OWN if key.startswith(("_forward_", "_backward_")))
 
 
@@ -132,7 +114,7 @@ class Snapshot:
         self.iterators: list[str] = []
         self.refused: list[str] = []
         self.unread: Exception | None = None
-        self._generators = generator_types()
+        self._generators = objects.generator_types()
         self._objects = 0
         seen: set[int] = set()
         # The nearest first, so that the depth of what is reached in several ways is that of the shortest.
@@ -142,7 +124,7 @@ class Snapshot:
             if id(value) not in seen:
                 seen.add(id(value))
                 below = 1 if issubclass(type(value), nn.Module) else depth + 1
-                open_ends.extend([(x, below) for x in self._taken(value, depth) if id(type(x)) not in ATOMS])
+                open_ends.extend([(x, below) for x in self._taken(value, depth) if id(type(x)) not in objects.ATOMS])
 
     def _taken(self, value: object, depth: int) -> Iterable[Any]:
         """Remember one object; return what it refers to. An error costs the replay, not the training."""
@@ -162,16 +144,16 @@ class Snapshot:
                 self._tensors.append(_TensorState(value, self._host))
         elif issubclass(kind, nn.Module):
             return self._module(value)
-        elif issubclass(kind, CONTAINERS):
+        elif issubclass(kind, objects.CONTAINERS):
             content = self._container(value)
-            return [*content, *self._object(value, kind, depth)] if kind not in CONTAINERS else content
+            return [*content, *self._object(value, kind, depth)] if kind not in objects.CONTAINERS else content
         elif issubclass(kind, (tuple, frozenset)):
             return value if kind in (tuple, frozenset) else [*value, *self._object(value, kind, depth)]
         elif issubclass(kind, self._generators):
-            state = generator_state(value)
-            self._undo.append(partial(set_generator_state, value, state))
+            state = objects.generator_state(value)
+            self._undo.append(partial(objects.set_generator_state, value, state))
             return self._object(value, kind, depth)
-        elif is_array(value):
+        elif objects.is_array(value):
             if value.flags.writeable and not value.dtype.hasobject:
                 copied = value.copy()
                 self._undo.append(partial(operator.setitem, value, ..., copied))
@@ -181,50 +163,51 @@ class Snapshot:
         elif issubclass(kind, Iterator):
             if not issubclass(kind, io.IOBase):
                 self.iterators.append(kind.__name__)
-        elif is_looked_into(kind) or passed_on(value):
-            return [*passed_on(value), *self._object(value, kind, depth)]
-        elif is_data(value):
-            before = read(value)
-            self._undo.append(partial(put_back, value, before))
+        elif objects.is_looked_into(kind) or objects.passed_on(value):
+            return [*objects.passed_on(value), *self._object(value, kind, depth)]
+        elif objects.is_data(value):
+            before = objects.read(value)
+            self._undo.append(partial(objects.put_back, value, before))
             return before.values()
         return ()
 
     def _object(self, value: Any, kind: type, depth: int) -> list[Any]:
         """Remember the attributes of an object; return their values."""
-        if not is_looked_into(kind):
+        if not objects.is_looked_into(kind):
             return []
         self._objects += 1
-        if depth > MAX_DEPTH or self._objects > MAX_OBJECTS:
-            if depth > MAX_DEPTH or self._objects == MAX_OBJECTS + 1:
-                where = f"more than {MAX_DEPTH} steps away" if depth > MAX_DEPTH else f"one of more than {MAX_OBJECTS}"
-                self._refuse(value, f"it is {where}")
+        if depth > objects.MAX_DEPTH:
+            self._refuse(value, f"it is more than {objects.MAX_DEPTH} steps away")
             return []
-        before = read(value)
+        if self._objects > objects.MAX_OBJECTS:
+            if self._objects == objects.MAX_OBJECTS + 1:  # said once
+                self._refuse(value, f"it is one of more than {objects.MAX_OBJECTS}")
+            return []
+        before = objects.read(value)
         held = list(before.values())
-        if has_life(held):
+        if objects.has_life(held):
             return [item for item in held if issubclass(type(item), self._generators)]
-        self._undo.append(partial(put_back, value, before))
+        self._undo.append(partial(objects.put_back, value, before))
         return held
 
     def _module(self, module: nn.Module) -> list[Any]:
         space, attributes = vars(module), _ModuleAttributes(module)
         self._undo.append(attributes)
-        own = (*module.buffers(recurse=False), *module.children())
-        own = (*module.parameters(recurse=False), *own) if self._weights else own
-        tables = _TABLES if self._weights else ("_buffers",)
         hooks = [space[key] for key in _HOOKS if key in space]
+        own = [*module.buffers(recurse=False), *module.children(), space.get("_buffers")]
         if self._weights:
+            own = [*module.parameters(recurse=False), *own, space.get("_parameters"), space.get("_modules")]
             for hook_table in hooks:
                 self._container(hook_table)
         else:
             self._undo.append(_WithoutNew(hooks))
-        return [*attributes.before.values(), *own, *(space.get(table) for table in tables)]
+        return [*attributes.before.values(), *own]
 
     def _container(self, box: Any) -> list[Any]:
-        base = base_of(box)
+        base = objects.base_of(box)
         content = list(base.items(box) if issubclass(base, dict) else base.__iter__(box))
-        self._undo.append(partial(refill, box, content))
-        if len(content) > LARGE:
+        self._undo.append(partial(objects.refill, box, content))
+        if len(content) > MAX_ITEMS:
             return []
         return [value for _, value in content] if issubclass(base, dict) else content
 

@@ -372,7 +372,7 @@ NAIVE = {
     "attributes not put back": ("restless", preserve.Snapshot, "restore", only_tensors, {"plain"}),
     "tensors not put back": ("hidden teacher", preserve.Snapshot, "restore", anything_but_tensors, {"plain"}),
     "gradients not put back": ("clears gradients", preserve._TensorState, "reattach", unchanged, {"grad"}),
-    "generators not put back": ("restless", preserve, "generator_types", tuple, {"plain"}),
+    "generators not put back": ("restless", preserve.objects, "generator_types", tuple, {"plain"}),
     "log not muted": ("popper, by value", again, "_muted", quietly_nothing, {"log"}),
     "log not muted, forward": ("logs in forward", again, "_muted", quietly_nothing, {"log"}),
     "rates not kept": ("sets rates", callback, "logging_suppressed", quietly_nothing, {"group", "log"}),

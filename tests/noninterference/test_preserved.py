@@ -13,7 +13,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAUROC
 
-from spectral_monitor.state.snapshot import LARGE, preserved
+from spectral_monitor.state.snapshot import MAX_ITEMS, preserved
 from tests.noninterference.recorder import leaves, of_module
 from tests.noninterference.zoo import Meter, mlp
 
@@ -42,7 +42,7 @@ CHANGES = {
     "eight bits": (lambda: torch.ones(3).to(torch.float8_e4m3fn), lambda box: box.thing.data.fill_(2)),
     "sparse": (lambda: torch.eye(3).to_sparse(), lambda box: box.thing.mul_(2)),
     "list": (lambda: [1, 2], lambda box: box.thing.append(3)),
-    "long list": (lambda: [1] * (LARGE + 1), lambda box: box.thing.clear()),
+    "long list": (lambda: [1] * (MAX_ITEMS + 1), lambda box: box.thing.clear()),
     "list in a dict": (lambda: {"a": [1]}, lambda box: box.thing["a"].append(2)),
     "tensor in a tuple in a list": (lambda: [(torch.ones(2),)], lambda box: box.thing[0][0].data.zero_()),
     "ordered": (lambda: OrderedDict(a=1, b=2), lambda box: box.thing.move_to_end("a")),

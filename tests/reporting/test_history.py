@@ -1,4 +1,4 @@
-"""Which measurements a picture keeps, kinds of layers, and the list of questions."""
+"""Which measurements a picture keeps, families of layers, and the list of questions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.families import kinds
+from spectral_monitor.reporting.content.families import families_of
 from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.panels import PANELS, pictured, shown
 
@@ -61,9 +61,9 @@ def test_nothing_yet():
     assert history.ratios("lr").shape == (0, 0)
 
 
-def test_every_layer_is_of_one_kind():
+def test_every_layer_is_of_one_family():
     names = ["tok", "pos", *(f"blocks.{i}.{part}" for i in range(12) for part in ("qkv", "mlp.0", "mlp.2")), "head"]
-    found = kinds(names)
+    found = families_of(names)
     assert sorted(i for some in found.values() for i in some) == list(range(len(names)))
     assert {of: len(some) for of, some in found.items()} == {
         "blocks.*.qkv": 12,
@@ -73,8 +73,8 @@ def test_every_layer_is_of_one_kind():
     }
 
 
-def test_a_kind_of_one_layer_is_among_the_others():
-    assert kinds(["layer1.0.conv", "layer1.1.conv", "layer2.0.down", "fc"]) == {
+def test_a_family_of_one_layer_is_among_the_others():
+    assert families_of(["layer1.0.conv", "layer1.1.conv", "layer2.0.down", "fc"]) == {
         "layer1.*.conv": [0, 1],
         "others": [2, 3],
     }

@@ -10,7 +10,7 @@ import torch
 from tensorboard import plugin_util
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
-from spectral_monitor.reporting.text.markdown import LISTED, escaped, verdict_markdown
+from spectral_monitor.reporting.text.markdown import MAX_LISTED, escaped, verdict_markdown
 from tests.reporting import gpt
 
 NASTY = [
@@ -144,7 +144,7 @@ def test_corrected_learning_rates_the_most_changed_first():
 
 
 def test_no_more_learning_rates_than_one_reads_and_it_is_said_how_many_there_are():
-    count = LISTED + 7
+    count = MAX_LISTED + 7
     values = {"lr_multiplier": torch.arange(2.0, 2.0 + count)}
     told = read(names=[f"n.{i}" for i in range(count)], values=values)
     assert [row[0] for row in told.rows[1:]] == [f"n.{i}" for i in range(count - 1, 6, -1)]

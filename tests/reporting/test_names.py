@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from spectral_monitor.reporting.content.families import kinds
+from spectral_monitor.reporting.content.families import families_of
 from spectral_monitor.reporting.content.labels import NAME, named, shortened
 
 BLOCK = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
@@ -129,7 +129,7 @@ def test_what_is_to_be_read():
     assert of("words", LONG.format(3)) == "model…3…projection_dense"
     assert of("one", LONG.format(0)) == "…output_projection_dense"
     query = "bert.encoder.layer.*.attention.self.query"
-    assert shortened(tuple(kinds(NETWORKS["queries and keys"])))[query] == "bert…*.attention.self.query"
+    assert shortened(tuple(families_of(NETWORKS["queries and keys"])))[query] == "bert…*.attention.self.query"
 
 
 def test_where_names_would_be_the_same_they_are_longer():

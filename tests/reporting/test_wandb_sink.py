@@ -96,7 +96,7 @@ def test_a_hundred_layers_make_some_twenty_panels(tmp_path, deep, like_lightning
 
 
 def test_of_very_many_keys_only_some_are_defined_one_by_one(tmp_path, deep, monkeypatch):
-    monkeypatch.setattr(sink_module, "EXACT", 500)
+    monkeypatch.setattr(sink_module, "MAX_KEYS_ONE_BY_ONE", 500)
     with offline_run(tmp_path) as run:
         WandbSink(run, heatmap_every=0, log="all").write(deep[0])
     file = RunFile(tmp_path)

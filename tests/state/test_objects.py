@@ -289,7 +289,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_put_back_is_named(name, monkeypatch):
     make, reason = REFUSED[name]
-    monkeypatch.setattr("spectral_monitor.state.snapshot.MAX_OBJECTS", 100)
+    monkeypatch.setattr("spectral_monitor.state.objects.MAX_OBJECTS", 100)
     box = Box(make())
     box.n = 0
     state = Snapshot(box)

@@ -34,7 +34,7 @@ def precisely(module: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(AutocastState.now(module).without().replayed())
+        stack.enter_context(AutocastState.now(module).disabled().replayed())
         for part, forward in undecorated(module).items():
             stack.enter_context(in_place_of_forward(part, forward))
         yield

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spectral_monitor.cli.commands.report import check_target, wrote
-from spectral_monitor.cli.parser import add_run, command
-from spectral_monitor.cli.reading import found, matching, records
+from spectral_monitor.cli.parser import add_layer, add_run, command
+from spectral_monitor.cli.reading import find_file, matching, records
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.tally import JUDGED_BY, latest_judged, off
 from spectral_monitor.reporting.text.lines import Column, aligned, printable, text_column
 from spectral_monitor.suggestions import unknown
 
-SHOWN = 20
+MAX_ROWS = 20
 """Rows, of the layers that differ most, without ``--all``."""
 ALIKE = 1.5
 """Factor below which nobody calls two runs different."""
@@ -36,9 +36,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_run(parser, "a", "A")
     add_run(parser, "b", "B")
     parser.add_argument("--quantity", metavar="KEY", help=f"default: {JUDGED_BY[0]}")
-    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    add_layer(parser)
     parser.add_argument("--step", type=int, metavar="N", help="the measurements of this optimizer step")
-    parser.add_argument("--all", action="store_true", help=f"a row for every layer, not for {SHOWN} of them")
+    parser.add_argument("--all", action="store_true", help=f"a row for every layer, not for {MAX_ROWS} of them")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write a page with the curves of both; needs plotly"
     )
@@ -54,7 +54,7 @@ def _compare(args: argparse.Namespace) -> None:
     key = _quantity(args.quantity, *runs)
     a, b, said = _pair(*runs, key, args.step)
     pairs = _values(a, b, key)
-    kept = matching(args.layer, list(pairs))
+    kept = matching(args.layer, pairs)
     pairs = {name: pair for name, pair in pairs.items() if name in kept}
     judged = [
         latest_judged([record for record in run if record.step <= of.step]) or of
@@ -69,7 +69,7 @@ def _compare(args: argparse.Namespace) -> None:
         from spectral_monitor.reporting.html.compare import write_comparison
         from spectral_monitor.reporting.logged_run import read_run
 
-        a_run, b_run = (read_run(found(place, quiet=True)) for place in (args.a, args.b))
+        a_run, b_run = (read_run(find_file(place, quiet=True)) for place in (args.a, args.b))
         write_comparison(a_run, b_run, (str(args.a), str(args.b)), lines, args.output)
         print(wrote(args.output))
 
@@ -193,7 +193,7 @@ def _distance(pair: tuple[float, float]) -> float:
 def _table(
     names: Sequence[str], pairs: dict[str, tuple[float, float]], judged: Sequence[Measurement], every: bool
 ) -> list[str]:
-    shown = names if every else names[:SHOWN]
+    shown = names if every else names[:MAX_ROWS]
     sides = [(run, set(off(record))) for run, record in zip("AB", judged, strict=True)]
     where = [" and ".join(run for run, layers in sides if name in layers) for name in shown]
     a, b = zip(*(pairs[name] for name in shown), strict=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spectral_monitor.cli.commands.report import check_target
-from spectral_monitor.cli.parser import add_run, command
+from spectral_monitor.cli.parser import add_layer, add_run, command
 from spectral_monitor.cli.reading import matching, records
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.files.long_format import COLUMNS, frame, long_rows
@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_run(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".csv or .parquet; CSV on stdout without it")
-    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    add_layer(parser)
     parser.add_argument("--quantity", metavar="PATTERN", help="these quantities only")
 
 
@@ -44,7 +44,7 @@ def _export(args: argparse.Namespace) -> None:
             need_parquet()
     run = records(args.place)
     layers = matching(args.layer, [info.name for info in run[-1].layers])
-    quantities = matching(args.quantity, list(dict.fromkeys(key for r in run for key in r.values)), "quantity")
+    quantities = matching(args.quantity, dict.fromkeys(key for r in run for key in r.values), "quantity")
     rows = (row for row in long_rows(run) if row[1] in layers and row[3] in quantities)
     if args.output is None:
         _write(rows, sys.stdout)

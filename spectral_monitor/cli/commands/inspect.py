@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from spectral_monitor.cli.parser import command
+from spectral_monitor.cli.parser import add_layer, command
 from spectral_monitor.cli.reading import matching
 from spectral_monitor.reporting.files.json_values import plain_row
 
@@ -23,7 +23,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "example:\n  spectral-monitor inspect lightning_logs/version_0/checkpoints/last.ckpt",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint")
-    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    add_layer(parser)
     parser.add_argument("--json", action="store_true", help="a list with an object for each layer, biases too")
 
 
@@ -32,7 +32,7 @@ def _inspect(args: argparse.Namespace) -> None:
     from spectral_monitor.reporting.text.console import rendered
 
     found = inspect(args.file)
-    kept = matching(args.layer, list(found.roles))
+    kept = matching(args.layer, found.roles)
     if args.json:
         rows = [plain_row(row) for row in found.to_rows() if row["layer"] in kept]
         print(json.dumps(rows, indent=2, allow_nan=False))

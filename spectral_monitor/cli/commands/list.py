@@ -34,8 +34,6 @@ def _list(args: argparse.Namespace) -> None:
     if not args.folder.is_dir():
         raise FileNotFoundError(f"there is no folder {str(args.folder)!r}; {WHAT_TO_GIVE}")
     files = sorted(run_files(args.folder), key=lambda path: (path.stat().st_mtime, path))
-    if not files:
-        raise FileNotFoundError(f"no {RUN_FILE} in {str(args.folder)!r} or its folders; {WHAT_TO_GIVE}")
     rows = []
     for path in files:
         try:

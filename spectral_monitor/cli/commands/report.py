@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from spectral_monitor.cli.parser import add_run, command
-from spectral_monitor.cli.reading import found, say
+from spectral_monitor.cli.reading import find_file, say
 from spectral_monitor.reporting.logged_run import read_run
 
 
@@ -35,7 +35,7 @@ def _report(args: argparse.Namespace) -> None:
     from spectral_monitor.reporting.limit_run import read_limit
 
     check_target(args.output)
-    file = found(args.place)
+    file = find_file(args.place)
     run = read_run(file)
     for note in run.notes:
         say(note)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spectral_monitor.cli.parser import add_run, command
+from spectral_monitor.cli.parser import add_layer, add_run, command
 from spectral_monitor.cli.reading import at_step, matching, records
 from spectral_monitor.reporting.files.json_values import plain, plain_row
 from spectral_monitor.suggestions import did_you_mean
@@ -43,7 +43,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def add_view(parser: argparse.ArgumentParser) -> None:
     """Add what says which rows of the table are shown."""
     parser.add_argument("--all", action="store_true", help="a row for every layer")
-    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    add_layer(parser)
     parser.add_argument(
         "--sort", metavar="COLUMN", help="by a column, the largest first: its title, or a quantity such as update_ratio"
     )

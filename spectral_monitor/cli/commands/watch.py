@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spectral_monitor.cli.commands.show import add_view, shown
 from spectral_monitor.cli.parser import add_run, command
-from spectral_monitor.cli.reading import found, records
+from spectral_monitor.cli.reading import find_file, records
 
 PAUSE = 10.0
 """Times as long as reading took, at least, until it is done again: of a large file less often."""
@@ -42,7 +42,7 @@ def _seconds(text: str) -> float:
 
 
 def _watch(args: argparse.Namespace) -> None:
-    found(args.place, quiet=True)
+    find_file(args.place, quiet=True)
     import spectral_monitor.reporting.text.table  # noqa: F401  not to be taken for the time that reading takes
 
     seen: tuple[Path, int, int] | None = None
@@ -50,7 +50,7 @@ def _watch(args: argparse.Namespace) -> None:
         with _screen() as draw:
             while True:
                 begin = time.perf_counter()
-                path = found(args.place, quiet=True)
+                path = find_file(args.place, quiet=True)
                 stat = path.stat()
                 now = (path, stat.st_mtime_ns, stat.st_size)
                 if now != seen:

@@ -1,8 +1,9 @@
 """The numbers that loggers are given: few enough for a deep network, chosen to answer the questions of the panels.
 
-Every number is in the file of a run. A logger gets, of each essential quantity, every matrix of a small network; of a
-deep one the lowest, the median and the highest over all matrices and over each family (the same place in each block),
-and single layers that have no family or have had a verdict. That is at most 600 numbers a measured step.
+Every number is in the file of a run. Of each essential quantity a logger gets every matrix of a small network. Of a
+deep one it gets the lowest, the median and the highest of all matrices, and of each family (the same place in each
+block). Layers without a family, and layers that have had a verdict, come one by one. That is at most 600 numbers a
+measured step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal
 from spectral_monitor.layers.naming import matches
 from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.families import OTHERS, kinds
+from spectral_monitor.reporting.content.families import OTHERS, families_of
 from spectral_monitor.reporting.content.typical import limits, log2_within, vs_typical
 from spectral_monitor.suggestions import did_you_mean
 
@@ -42,9 +43,9 @@ OVERLAID = (
     *(f"drift_ratio/{ALL}/median", f"bfa_cos/{ALL}/median", f"update_stable_rank/{ALL}/median"),
 )
 """Numbers that have the same key in every network, so that runs of different networks can be laid over each other."""
-FEW = 16
+MAX_LAYERS_ONE_BY_ONE = 16
 """Matrices of a network in which each is logged."""
-FAMILIES, SINGLES, TOLD = 12, 20, 8
+MAX_FAMILIES, MAX_SINGLES, MAX_WITH_VERDICT = 12, 20, 8
 """Families, layers without one, and layers that have had a verdict, that are logged at most."""
 
 
@@ -108,15 +109,15 @@ def grouped(layers: tuple[LayerInfo, ...]) -> Groups:
         (['h.*.mlp'], (0, 1, 2))
     """
     matrices = tuple(i for i, info in enumerate(layers) if info.is_matrix)
-    if len(matrices) <= FEW:
+    if len(matrices) <= MAX_LAYERS_ONE_BY_ONE:
         return Groups(matrices, {}, matrices)
-    found = kinds([layers[i].name for i in matrices])
+    found = families_of([layers[i].name for i in matrices])
     alone = found.pop(OTHERS, [])
     # The largest families; layers of the others are single ones, and if those are many, a family of their own.
     most = sorted(found, key=lambda name: -len(found[name]))
-    alone = sorted([*alone, *(k for name in most[FAMILIES:] for k in found[name])])
-    families = {name: found[name] for name in found if name in most[:FAMILIES]}
-    if len(alone) > SINGLES:
+    alone = sorted([*alone, *(k for name in most[MAX_FAMILIES:] for k in found[name])])
+    families = {name: found[name] for name in found if name in most[:MAX_FAMILIES]}
+    if len(alone) > MAX_SINGLES:
         families, alone = {**families, OTHERS: alone}, []
     placed = {name: tuple(matrices[k] for k in places) for name, places in families.items()}
     return Groups(matrices, placed, tuple(matrices[k] for k in alone))
@@ -141,11 +142,10 @@ def essentials(measurement: Measurement, log: Log = "essential", asked: Sequence
             found[f"{group(key)}/{names[i]}"] = values[i]
         for family, places in groups.families.items():
             found |= _spread(f"{group(key)}/{family_key(family)}", [values[i] for i in places])
-        overall = _spread(f"{group(key)}/{ALL}", [values[i] for i in groups.matrices])
-        if groups.families:
-            found |= overall
-        else:
-            found |= {name: value for name, value in overall.items() if name.removeprefix(f"{PREFIX}_") in OVERLAID}
+        every = _spread(f"{group(key)}/{ALL}", [values[i] for i in groups.matrices])
+        if not groups.families:
+            every = {name: value for name, value in every.items() if name.removeprefix(f"{PREFIX}_") in OVERLAID}
+        found |= every
     found |= _limits(measurement)
     found |= {f"{PREFIX}/summary/{key}": measurement.summary.get(key, math.nan) for key in SUMMARIES}
     if log == "all":
@@ -213,7 +213,7 @@ def _told(measurement: Measurement, groups: Groups) -> list[int]:
     place = {info.name: i for i, info in enumerate(measurement.layers)}
     ever = sorted(measurement.flags, key=lambda name: -measurement.flags[name])
     found = [place[name] for name in ever if name in place and place[name] not in groups.singles]
-    return found[:TOLD]
+    return found[:MAX_WITH_VERDICT]
 
 
 def checked_log(log: object) -> Log:

@@ -1,4 +1,4 @@
-"""Layers that are alike: the same place in every block of a deep network."""
+"""Families of layers: those at the same place in every block of a deep network."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ OTHERS = "others"
 """Layers without a number in their name."""
 
 
-def kind(name: str, alone: str = OTHERS) -> str:
+def family_of(name: str, alone: str = OTHERS) -> str:
     """Return the name with its first number, mostly that of a block, taken out; ``alone`` where it has none.
 
     Example:
-        >>> kind("blocks.3.mlp.0"), kind("net.4"), kind("head")
+        >>> family_of("blocks.3.mlp.0"), family_of("net.4"), family_of("head")
         ('blocks.*.mlp.0', 'net.*', 'others')
     """
     parts = name.split(".")
@@ -22,29 +22,29 @@ def kind(name: str, alone: str = OTHERS) -> str:
     return ".".join([*parts[:place], "*", *parts[place + 1 :]])
 
 
-def kinds(names: Sequence[str]) -> dict[str, list[int]]:
-    """Kind -> places of its layers, in the order of the network; kinds of one layer are among the others.
+def families_of(names: Sequence[str]) -> dict[str, list[int]]:
+    """Return family -> places of its layers, in the order of the network; families of one layer are among the others.
 
     Example:
-        >>> kinds(["tokens", "blocks.0.mlp", "blocks.1.mlp", "head"])
+        >>> families_of(["tokens", "blocks.0.mlp", "blocks.1.mlp", "head"])
         {'blocks.*.mlp': [1, 2], 'others': [0, 3]}
     """
     found: dict[str, list[int]] = {}
     for i, name in enumerate(names):
-        found.setdefault(kind(name), []).append(i)
+        found.setdefault(family_of(name), []).append(i)
     single = [i for of, some in found.items() if len(some) == 1 or of == OTHERS for i in some]
     several = {of: some for of, some in found.items() if len(some) > 1 and of != OTHERS}
     return several | ({OTHERS: sorted(single)} if single else {})
 
 
-def folded(names: Sequence[str]) -> list[str]:
-    """Return the names with equal places of the blocks as one, and how many they are, in the order of the first.
+def folded_names(names: Sequence[str]) -> list[str]:
+    """Return the names with each family as one, and how many they are, in the order of the first.
 
     Example:
-        >>> folded(["tokens", *(f"h.{i}.mlp" for i in range(12)), "head"])
+        >>> folded_names(["tokens", *(f"h.{i}.mlp" for i in range(12)), "head"])
         ['tokens', 'h.*.mlp x12', 'head']
     """
-    found = kinds(names)
+    found = families_of(names)
     single = found.pop(OTHERS, [])
     texts = {places[0]: f"{of} x{len(places)}" for of, places in found.items()} | {i: names[i] for i in single}
     return [text for _, text in sorted(texts.items())]

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.messages import some
-from spectral_monitor.reporting.content.families import folded
+from spectral_monitor.reporting.content.families import folded_names
 from spectral_monitor.reporting.content.labels import unprefixed
 from spectral_monitor.reporting.content.tally import Tally, followers, named_by, tally
 
 MAX_NAMES = 3
 """Layers, and reasons, that a sentence names."""
-ROOM = 14
+MAX_BRIEF_LENGTH = 14
 """Characters of the shortest answer; a progress bar has no room for more."""
-ROOTS = 3
+MAX_ROOTS = 3
 """Causes that have a line of their own."""
 _SHORT = {"rates_too_small": "rates too low"}
 """Causes that are longer than that, in shorter words."""
@@ -57,7 +57,7 @@ def brief(measurement: Measurement) -> str:
     if count.network:
         cause = count.network[0].cause
         words = _SHORT.get(cause, cause.replace("_", " "))
-        return words if len(words) <= ROOM else "network off"
+        return words if len(words) <= MAX_BRIEF_LENGTH else "network off"
     return {HEALTHY: "OK", OFF: f"{len(count.off) or len(count.disturbed)} off"}.get(count.state, NOT_JUDGED)
 
 
@@ -81,8 +81,8 @@ def root_lines(measurement: Measurement) -> list[str]:
         ['head: its learning rate is too large']
     """
     roots = [root for root in measurement.roots if named_by(root)]
-    lines = [_said(root, measurement, named=True) for root in roots[:ROOTS]]
-    rest = len(roots) - ROOTS
+    lines = [_said(root, measurement, named=True) for root in roots[:MAX_ROOTS]]
+    rest = len(roots) - MAX_ROOTS
     return [*lines, *([f"and {rest} more cause{'s' if rest > 1 else ''}"] if rest > 0 else [])]
 
 
@@ -116,7 +116,7 @@ def names_in(measurement: Measurement, layers: Iterable[str]) -> str:
         >>> names_in(Measurement(5, layers, {}, {}), names[3:])
         'h.*.mlp x9, head'
     """
-    return some(folded(_bare(measurement, layers)), 2 * MAX_NAMES)
+    return some(folded_names(_bare(measurement, layers)), 2 * MAX_NAMES)
 
 
 def _bare(measurement: Measurement, layers: Iterable[str]) -> list[str]:

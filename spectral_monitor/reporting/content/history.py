@@ -9,10 +9,8 @@ from torch import Tensor
 
 from spectral_monitor.measurement import LayerInfo, Measurement
 
-COLUMNS = 256
+MAX_COLUMNS = 256
 """Steps that are kept; a picture has no more room."""
-
-
 EARLY = (3, 10)
 """Measurements after which there are pictures, whatever the interval: most happens at the beginning."""
 
@@ -37,7 +35,7 @@ class Thinned:
         layers: of the latest measurement; if a later one has others, what was there is dropped.
     """
 
-    def __init__(self, columns: int = COLUMNS) -> None:
+    def __init__(self, columns: int = MAX_COLUMNS) -> None:
         self.layers: tuple[LayerInfo, ...] = ()
         self._columns = columns
         self._every = 1
@@ -105,7 +103,7 @@ class History(Thinned):
         ([1, 3, 5, 7], torch.Size([1, 4]), [3, 6])
     """
 
-    def __init__(self, columns: int = COLUMNS) -> None:
+    def __init__(self, columns: int = MAX_COLUMNS) -> None:
         super().__init__(columns)
         self._of: dict[str, Thinned] = {}
 
@@ -121,7 +119,7 @@ class History(Thinned):
         return sorted(found.values(), key=lambda measurement: measurement.step)
 
     def of(self, quantity: str) -> Thinned:
-        """Those that have a quantity, of the same layers; none if it was not measured."""
+        """Return the measurements that have a quantity, of the same layers; none if it was not measured."""
         found = self._of.get(quantity)
         if found is None or found.layers != self.layers:
             found = Thinned(self._columns)

@@ -33,7 +33,7 @@ def role_name(role: str) -> str:
 def shortened(names: tuple[str, ...], room: int = NAME) -> dict[str, str]:
     """Return each name, or what distinguishes it from the others; all results differ, in any order.
 
-    Numbers that differ stay, and the ``*`` of a kind; then the parts that tell most among these names, then the end.
+    Numbers that differ stay, and the ``*`` of a family; then the parts that tell most among these names, then the end.
     Names that differ only in numbers, or in their last part, are cut alike. They are longer than asked for only where
     they would be the same.
 
@@ -101,7 +101,7 @@ def unprefixed(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def named(outside: Sequence[bool], room: int) -> list[int]:
-    """Rows whose names are written: as many as there is room for, those that are outside and the last one first.
+    """Return the rows whose names are written: as many as fit, those that are outside and the last one first.
 
     Example:
         >>> named([False, False, True, False, False, False], 3)
@@ -119,17 +119,17 @@ def named(outside: Sequence[bool], room: int) -> list[int]:
 
 
 def _units(name: str) -> list[str]:
-    """Its parts, long ones word by word, each with the dot or the like before it."""
+    """Return the parts of a name, long ones word by word, each with the dot or the like before it."""
     return [unit for part in _PART.findall(name) for unit in (_WORD.findall(part) if len(part) > LONG else [part])]
 
 
 def _word(unit: str) -> str:
-    """Without the dot before it."""
+    """Return a unit without the dot before it."""
     return unit.lstrip("._-/ ") or unit
 
 
 def _together(family: Sequence[list[str]], under: Counter[tuple[str, ...]], room: int) -> list[str]:
-    """Names of one shape, cut alike: what tells most comes in first, as long as there is room in the longest.
+    """Cut names of one shape alike: what tells most comes in first, as long as there is room in the longest.
 
     Args:
         family: the units of each, equally many.
@@ -152,7 +152,7 @@ def _together(family: Sequence[list[str]], under: Counter[tuple[str, ...]], room
 
 
 def _joined(units: Sequence[str], kept: set[int]) -> str:
-    """With a gap for each run of units that is left out."""
+    """Return the kept units as a text, with a gap for each run of units that is left out."""
     text = ""
     for k, unit in enumerate(units):
         if k in kept:
@@ -163,7 +163,7 @@ def _joined(units: Sequence[str], kept: set[int]) -> str:
 
 
 def _cut(text: str, room: int) -> str:
-    """In the middle, where there is nothing else to leave out; of both ends the last tells more."""
+    """Cut a text in the middle, where there is nothing else to leave out; of both ends the last tells more."""
     start = room // 3
     return text if len(text) <= room else f"{text[:start]}{GAP}{text[len(text) - max(0, room - start - 1) :]}"
 

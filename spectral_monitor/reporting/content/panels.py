@@ -168,5 +168,5 @@ def pictured() -> tuple[str, ...]:
 
 
 def shown(panel: Panel, layers: Sequence[LayerInfo]) -> list[int]:
-    """Places of the layers a panel shows."""
+    """Return the places of the layers that a panel shows."""
     return [i for i, info in enumerate(layers) if info.role in panel.roles]

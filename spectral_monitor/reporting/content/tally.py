@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spectral_monitor.condition.verdict import NETWORK, Verdict
@@ -75,8 +75,8 @@ def disturbed(measurement: Measurement) -> dict[str, str]:
     named = set(off(measurement))
     found: dict[str, str] = {}
     for root in measurement.roots:
-        followers = (v for v in measurement.verdicts if v.root == root.layer)
-        for layer in (*(layer for v in followers for layer in named_by(v)), *root.consequences):
+        following = [layer for v in measurement.verdicts if v.root == root.layer for layer in named_by(v)]
+        for layer in (*following, *root.consequences):
             if layer not in named:
                 found.setdefault(layer, root.layer)
     for verdict in measurement.verdicts:  # its root may have been lifted at this very step
@@ -104,24 +104,28 @@ def tally(measurement: Measurement) -> Tally:
         >>> found.layers, found.healthy, found.not_judged
         (3, 2, {'frozen': ('c',)})
     """
-    bad, follow = off(measurement), disturbed(measurement)
-    names = dict.fromkeys(info.name for info in measurement.layers if info.is_matrix)
+    bad, follow = dict.fromkeys(off(measurement)), disturbed(measurement)
+    names = [info.name for info in measurement.layers if info.is_matrix]
     states = measurement.states or _states(measurement, names)
-    bad += tuple(name for name in names if _of(states, name).state == OFF and name not in {*bad, *follow})
-    reasons: dict[str, tuple[str, ...]] = {}
-    for name in (name for name in names if name not in {*bad, *follow}):
-        state = _of(states, name)
-        if state.state == NOT_JUDGED:
-            reasons[state.reason] = (*reasons.get(state.reason, ()), name)
-    names |= dict.fromkeys((*bad, *follow))
-    passing = () if measurement.states else _passing(measurement, names.keys() - {*bad, *follow})
+    healthy: set[str] = set()
+    not_judged: dict[str, list[str]] = {}
+    for name in names:
+        if name not in bad and name not in follow:
+            state, reason = states.get(name, LayerState(NOT_JUDGED))  # what a judge said nothing of was not judged
+            if state == OFF:
+                bad[name] = None
+            elif state == NOT_JUDGED:
+                not_judged.setdefault(reason, []).append(name)
+            else:
+                healthy.add(name)
+    by_count = sorted(not_judged.items(), key=lambda item: -len(item[1]))
     return Tally(
-        layers=len(names),
+        layers=len({*names, *bad, *follow}),
         network=tuple(root for root in measurement.roots if root.layer == NETWORK),
-        off=bad,
+        off=tuple(bad),
         disturbed=follow,
-        passing=tuple(name for name in passing if not any(name in some for some in reasons.values())),
-        not_judged=dict(sorted(reasons.items(), key=lambda item: -len(item[1]))),
+        passing=() if measurement.states else _passing(measurement, healthy),
+        not_judged={reason: tuple(some) for reason, some in by_count},
     )
 
 
@@ -159,12 +163,7 @@ def _nothing_known(measurement: Measurement) -> str:
     return measurement.why(key, measurement.layers[matrices[0]].name) or f"no layer has a value of {key}"
 
 
-def _of(states: Mapping[str, LayerState], name: str) -> LayerState:
-    """Return a layer's state; what a judge said nothing of was not judged."""
-    return states.get(name, LayerState(NOT_JUDGED))
-
-
-def _states(measurement: Measurement, names: dict[str, None]) -> dict[str, LayerState]:
+def _states(measurement: Measurement, names: Sequence[str]) -> dict[str, LayerState]:
     """Return the states that a measurement without any stands for."""
     judged = "violations" in measurement.summary or measurement.verdicts
     why = _nothing_known(measurement) if judged else NOBODY

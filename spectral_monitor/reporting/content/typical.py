@@ -42,10 +42,8 @@ def legend(measurement: Measurement) -> str:
     if not any(map(math.isfinite, over_reference(measurement))):
         return f"{VS_TYPICAL}: update size / median of the layers"
     low, high = limits(measurement)
-    words = (
-        "" if math.isnan(high) else f"; OK below {power(high)}" if low == 0 else f"; OK {power(low)} to {power(high)}"
-    )
-    return f"{VS_TYPICAL}: update size / that of a typical layer at its lr{words}"
+    healthy = f"; OK below {as_fraction(high)}" if low == 0 else f"; OK {as_fraction(low)} to {as_fraction(high)}"
+    return f"{VS_TYPICAL}: update size / that of a typical layer at its lr{'' if math.isnan(high) else healthy}"
 
 
 def limits(measurement: Measurement, quantity: str = "update_natural") -> tuple[float, float]:
@@ -69,11 +67,11 @@ def limits(measurement: Measurement, quantity: str = "update_natural") -> tuple[
     return (low, high) if 2 * shared > len(known) else (math.nan, math.nan)
 
 
-def power(limit: float) -> str:
+def as_fraction(limit: float) -> str:
     """Return a limit as people say it: ``1/8``, ``8``.
 
     Example:
-        >>> power(0.125), power(8.0), power(1.0)
+        >>> as_fraction(0.125), as_fraction(8.0), as_fraction(1.0)
         ('1/8', '8', '1')
     """
     return f"1/{short(1 / limit)}" if 0 < limit < 1 else short(limit)

@@ -94,7 +94,7 @@ def _shown(value: Any) -> str:
 
 
 def layers_from(rows: Any) -> tuple[LayerInfo, ...]:
-    """Layers that were written by ``dataclasses.asdict``."""
+    """Return layers that were written by ``dataclasses.asdict``."""
     found: tuple[LayerInfo, ...] = read_as(tuple[LayerInfo, ...], rows)
     return found
 

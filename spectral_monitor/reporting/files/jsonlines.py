@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -36,7 +35,7 @@ def run_file_name(place: int) -> str:
 class JSONLinesSink:
     """Appends every measurement to a file, one line of JSON each, for tools of your own and for ``spectral-monitor``.
 
-    The first line, and one whenever the layers change, describes the layers; every other is a measurement, whose
+    The first line, and one whenever the layers change, describes the layers; every other is a measurement. Its
     ``values`` have a list for each quantity, in the order of the layers, with ``null`` where there is no value. Why
     there is none is in ``reasons``: those that are others than in the last line with that quantity, ``null`` where one
     is gone. The file is opened for each line, so that it may be moved or read at any time.
@@ -90,7 +89,7 @@ class JSONLinesSink:
         self._layers, self._reasons = measurement.layers, others | measurement.reasons
 
     def close(self) -> None:
-        """Nothing is open; the next run begins with a line on its layers."""
+        """Begin the next run with a line on its layers; no file is open."""
         self._layers = None
 
     def __repr__(self) -> str:
@@ -143,14 +142,14 @@ def _dump(value: Any) -> str:
 
 
 def _column(values: Tensor) -> list[float | str | None]:
-    return [plain(value) if not math.isfinite(value) else float(f"{value:.{DIGITS}g}") for value in values.tolist()]
+    return [plain(float(f"{value:.{DIGITS}g}")) for value in values.tolist()]
 
 
 def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
     """Read the measurements in a file that a :class:`JSONLinesSink` wrote, in its order, to six digits.
 
-    A line that is not complete is left out at the end, as in a file that is being written, and where another run goes
-    on in the same file, as after a process was killed.
+    An incomplete line is left out at the end, as in a file that is being written. It is also left out where another
+    run goes on in the same file, as after a process was killed.
 
     Raises:
         ValueError: it is no such file, or a line in its middle is broken.

@@ -28,15 +28,20 @@ def run_file(place: str | os.PathLike[str]) -> tuple[Path, int]:
     if not place.is_dir():
         raise FileNotFoundError(f"there is no file or folder {str(place)!r}; {WHAT_TO_GIVE}")
     found = run_files(place)
-    if not found:
-        raise FileNotFoundError(f"no {RUN_FILE} in {str(place)!r} or its folders; {WHAT_TO_GIVE}")
     newest = max(found, key=lambda path: path.stat().st_mtime).parent
     return min(path for path in found if path.parent == newest), len(found) - 1
 
 
 def run_files(folder: Path) -> list[Path]:
-    """Return every file of measurements in a folder and the folders in it."""
-    return [*folder.rglob(RUN_FILE), *folder.rglob(FURTHER_FILE.format("*"))]
+    """Return every file of measurements in a folder and the folders in it.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = [*folder.rglob(RUN_FILE), *folder.rglob(FURTHER_FILE.format("*"))]
+    if not found:
+        raise FileNotFoundError(f"no {RUN_FILE} in {str(folder)!r} or its folders; {WHAT_TO_GIVE}")
+    return found
 
 
 def settled_in(

@@ -17,7 +17,7 @@ from spectral_monitor.reporting.html.page import page
 if TYPE_CHECKING:
     from spectral_monitor.reporting.logged_run import Run
 
-DASHES = ("solid", "dot")
+DASHES = {"A": "solid", "B": "dot"}
 """Of the first run's lines and of the second one's."""
 
 
@@ -47,7 +47,8 @@ def write_comparison(a: Run, b: Run, names: Sequence[str], lines: Sequence[str],
     for place, panel in enumerate(PANELS):
         figure, known = _overlaid(panel, (a.measurements, b.measurements))
         if figure is not None:
-            figures[f"panel-{place}"], steps = figure, {**steps, **known}
+            figures[f"panel-{place}"] = figure
+            steps |= known
             drawn = f'<div class="wide"><div class="figure" id="panel-{place}"></div></div>'
             sections.append(f"<section><h2>{escaped(panel.question)}</h2>\n{drawn}</section>")
     document = page(escaped(answer), "\n".join(sections), figures, steps)
@@ -60,8 +61,7 @@ def _overlaid(panel: Panel, runs: Sequence[Sequence[Measurement]]) -> tuple[Figu
     if not common:
         return None, {}
     panel = replace(panel, only=tuple(common))
-    found = [curves(panel, run, run[-1]) for run in runs]
-    (first, steps), (second, more) = found
+    (first, steps), (second, more) = (curves(panel, run, run[-1]) for run in runs)
     if first is None or second is None or list(steps) != list(more):
         return None, {}
     data = [_of(trace, "A") for trace in first["data"] if not trace.get("uid", "").startswith("F")]
@@ -85,7 +85,7 @@ def _of(trace: Figure, run: str) -> Figure:
     if "meta" not in trace:
         return trace
     uid = f"L{run}{trace['uid'][1:]}"  # one of its own: plotly tells lines apart by it
-    line = {**trace["line"], "dash": DASHES["AB".index(run)]}
+    line = {**trace["line"], "dash": DASHES[run]}
     template = trace["hovertemplate"].replace("%{meta[0]}", f"%{{meta[0]}} in {run}", 1)
     return {
         **trace,

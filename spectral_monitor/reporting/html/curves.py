@@ -12,7 +12,7 @@ from torch import Tensor
 from spectral_monitor.condition.verdict import in_words
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.families import OTHERS, kind, kinds
+from spectral_monitor.reporting.content.families import OTHERS, families_of, family_of
 from spectral_monitor.reporting.content.history import Thinned
 from spectral_monitor.reporting.content.labels import shortened, unprefixed
 from spectral_monitor.reporting.content.panels import Panel, shown
@@ -21,20 +21,20 @@ from spectral_monitor.reporting.html.families import colour, family_traces
 from spectral_monitor.reporting.html.figures import Figure, digits, drawable, escaped, labels, line, title_of, titled
 from spectral_monitor.reporting.html.limit_lines import limit_traces, widened
 
-FEW = 14
-"""Layers that each have a place in the legend; more of them have one by kind."""
-LINES = 120
+MAX_LAYERS_IN_LEGEND = 14
+"""Layers that each have a place in the legend; more of them have one by family."""
+MAX_LINES = 120
 """Layers that are drawn, at most; a browser takes its time for more."""
-CROWD = 5
+MAX_THICK_LINES = 5
 """Layers outside, at most, that each have a thick line and a place in the legend."""
-POINTS = 1500
+MAX_MARKERS = 1500
 """Of all curves of a quantity together; if there are more, only the lines are drawn."""
-DECADES = 9.0
+MAX_DECADES = 9.0
 """Below the largest value; what is smaller is drawn at the bottom."""
 OUTSIDE = "off now"
-LINE = 40
+TITLE_WIDTH = 40
 """Characters of a line below a chart's title."""
-BESIDE, PLOT = 3, 258
+MAX_CHARTS_IN_ROW, CHART_HEIGHT = 3, 258
 """Charts in a row, at most; pixels of a chart's height."""
 GAP = 0.09
 """Between two charts, for what is written beside the second one; of the width."""
@@ -69,7 +69,7 @@ def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
     """
     found: list[int] = []
     for some in ([i for i in rows if first[i]], [i for i in rows if not first[i]]):
-        room = min(len(some), LINES - len(found))
+        room = min(len(some), MAX_LINES - len(found))
         found += [some[k * (len(some) - 1) // max(1, room - 1)] for k in range(room)]
     return sorted(found)
 
@@ -101,30 +101,24 @@ def curves(
         "legend": {"tracegroupgap": 0, "itemsizing": "constant"},
     }
     data: list[Figure] = []
-    few = all(int(found.values(key)[rows].isfinite().any(1).sum()) <= FEW for key, found in known.items())
-    meanings = {key: wrap(QUANTITIES[key].meaning, LINE) for key in known}
+    few = all(
+        int(found.values(key)[rows].isfinite().any(1).sum()) <= MAX_LAYERS_IN_LEGEND for key, found in known.items()
+    )
+    meanings = {key: wrap(QUANTITIES[key].meaning, TITLE_WIDTH) for key in known}
     for key, words in meanings.items():
         words += [f"healthy: {QUANTITIES[key].limits}"] if QUANTITIES[key].limits else []
     most = max(map(len, meanings.values()))
     layout["margin"]["t"] += 15 * (most - 1)
-    lines = -(-len(known) // BESIDE)  # of charts, equally long
-    beside = -(-len(known) // lines)
-    width = (1 - GAP * (beside - 1)) / beside
     between = layout["margin"]["t"] + layout["margin"]["b"]
-    pixels = lines * PLOT + (lines - 1) * between
+    pixels, domains = _grid(len(known), between)
     layout["height"] = pixels + between
-    for place, (key, found) in enumerate(known.items()):
+    for place, ((key, found), (across, upright)) in enumerate(zip(known.items(), domains, strict=True)):
         suffix = "" if place == 0 else str(place + 1)
         chart = _Chart(key, found, rows, every, now, few)
         dashed = limit_traces(limit, key, chart.names)
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
-        row, column = divmod(place, beside)
-        left = column * (width + GAP)
-        top = 1 - row * (PLOT + between) / pixels
-        across: Figure = {"domain": [left, min(1.0, left + width)], "anchor": f"y{suffix}"}
-        across |= {"title": {"text": "step", "standoff": 4}}
-        upright = {"domain": [max(0.0, top - PLOT / pixels), top], "anchor": f"x{suffix}", **chart.axis()}
-        layout |= {f"xaxis{suffix}": across, f"yaxis{suffix}": upright}
+        layout[f"xaxis{suffix}"] = {"domain": across, "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
+        layout[f"yaxis{suffix}"] = {"domain": upright, "anchor": f"x{suffix}", **chart.axis()}
         title = titled(
             QUANTITIES[key].counted_in, *map(escaped, meanings[key]), *["&nbsp;"] * (most - len(meanings[key]))
         )
@@ -135,6 +129,24 @@ def curves(
             trace["showlegend"] = trace.get("showlegend", False) and place == 0
             data.append({**trace, "xaxis": f"x{suffix}", "yaxis": f"y{suffix}"})
     return {"data": data, "layout": layout}, {key: found.steps for key, found in known.items()}
+
+
+def _grid(count: int, between: int) -> tuple[int, list[tuple[list[float], list[float]]]]:
+    """Return the height of some charts in rows of equal length, and the part of it that each takes across and upright.
+
+    Args:
+        count: of the charts.
+        between: pixels from one row to the next.
+    """
+    rows = -(-count // MAX_CHARTS_IN_ROW)
+    beside = -(-count // rows)
+    width = (1 - GAP * (beside - 1)) / beside
+    pixels = rows * CHART_HEIGHT + (rows - 1) * between
+    domains = []
+    for row, column in (divmod(place, beside) for place in range(count)):
+        left, top = column * (width + GAP), 1 - row * (CHART_HEIGHT + between) / pixels
+        domains.append(([left, min(1.0, left + width)], [max(0.0, top - CHART_HEIGHT / pixels), top]))
+    return pixels, domains
 
 
 class _Chart:
@@ -163,19 +175,17 @@ class _Chart:
             self.limits = torch.tensor(band).expand_as(self.limits)
         verdicts = set(off(now))
         self.outside = [name in verdicts for name in self.names]
-        self.crowd = sum(self.outside) > CROWD
+        self.crowd = sum(self.outside) > MAX_THICK_LINES
         self.few = few
-        self.of_every, self.every_name = values[every], [now.layers[i].name for i in every]
-        self.families = {} if self.few else kinds(self.every_name)
-        self.family = {self.every_name[k]: (n, of) for n, (of, some) in enumerate(self.families.items()) for k in some}
+        self.all_values, self.all_names = values[every], [now.layers[i].name for i in every]
+        self.families = {} if self.few else families_of(self.all_names)
+        self.family = {self.all_names[k]: (n, of) for n, (of, some) in enumerate(self.families.items()) for k in some}
         # Layers that are off have a red line.
-        self.inside = {
-            of: [k for k in some if self.every_name[k] not in verdicts] for of, some in self.families.items()
-        }
+        self.inside = {of: [k for k in some if self.all_names[k] not in verdicts] for of, some in self.families.items()}
         depth = depth_colours(len(now.layers))
         colours = [depth[i] for i in rows] if few else [colour(self.family[name][0]) for name in self.names]
         self.colours = ["@danger" if out else tint for out, tint in zip(self.outside, colours, strict=True)]
-        finite = self.of_every[self.of_every.isfinite()]
+        finite = self.all_values[self.all_values.isfinite()]
         self.log = not QUANTITIES[key].bounded and bool((finite >= 0).all() and (finite > 0).any())
         self.low, self.high = self._range(finite)
 
@@ -191,7 +201,7 @@ class _Chart:
             pad = 0.06 * (finite.max() - finite.min()).item() or 0.1 * finite.abs().max().item() or 1.0
             return finite.min().item() - pad, finite.max().item() + pad
         high = finite.max().item()
-        low = max(finite[finite > 0].min().item(), high * 10**-DECADES)
+        low = max(finite[finite > 0].min().item(), high * 10**-MAX_DECADES)
         limits = [x for x in self.limits.flatten().tolist() if low / 5 < x < high * 5]
         low, high = min([low, *limits]), max([high, *limits])
         if bool((finite < low).any()):
@@ -200,7 +210,7 @@ class _Chart:
         return low / pad, high * pad
 
     def axis(self) -> Figure:
-        """Its layout."""
+        """Return the layout of the y axis."""
         if not self.log:
             return {"range": [self.low, self.high]}
         ends = [math.log10(self.low), math.log10(self.high)]
@@ -212,7 +222,7 @@ class _Chart:
 
     def lines(self) -> Iterator[Figure]:
         """Return a line for each layer; lines outside the band come last, on top."""
-        dots = self.values.numel() <= POINTS or len(self.steps) == 1
+        dots = self.values.numel() <= MAX_MARKERS or len(self.steps) == 1
         for k in sorted(range(len(self.names)), key=lambda k: self.outside[k]):
             name, out, values = escaped(self.names[k]), self.outside[k], self.values[k].tolist()
             below = self.log and any(value < self.low for value in values)
@@ -246,17 +256,17 @@ class _Chart:
         """Return the legend where not every layer has an entry: families of layers, on which one can click."""
         if self.crowd:
             yield self._group(OUTSIDE, OUTSIDE, sum(self.outside), "@danger", "solid", 500)
-        bare = unprefixed(tuple(self.every_name))
-        first = {of: bare[self.every_name[some[0]]] for of, some in self.families.items()}
-        names = {of: OTHERS if of == OTHERS else kind(name, OTHERS) for of, name in first.items()}
+        bare = unprefixed(tuple(self.all_names))
+        first = {of: bare[self.all_names[some[0]]] for of, some in self.families.items()}
+        names = {of: OTHERS if of == OTHERS else family_of(name) for of, name in first.items()}
         short = shortened(tuple(names.values()))
         for n, (of, some) in enumerate(self.inside.items()):
             yield self._group(of, short[names[of]], len(some), colour(n), DASHES[n % len(DASHES)], 2000 + n)
 
     def family_bands(self) -> Iterator[Figure]:
-        """Families of which the page shows the lowest, median and highest value, unless single layers are asked for."""
+        """Yield the traces of families, which the page shows unless single layers are asked for."""
         found = {of: some for of, some in self.inside.items() if some and of != OTHERS}
-        yield from family_traces(self.key, self.of_every, found, self.log, self.low)
+        yield from family_traces(self.key, self.all_values, found, self.log, self.low)
 
     def _group(self, of: str, name: str, count: int, colour: str, dash: str, rank: int) -> Figure:
         return line(
@@ -290,7 +300,7 @@ class _Chart:
                     yield self._edge(limit, colour, f"limit of {of}", "band" if place == 0 and not single else name)
 
     def _alike(self) -> list[list[int]]:
-        """Layers by band, the largest group first."""
+        """Return the layers grouped by band, the largest group first."""
         groups: list[list[int]] = []
         for k, limits in enumerate(self.limits):
             if not limits.isfinite().any():

@@ -18,7 +18,7 @@ from spectral_monitor.condition.verdict import short
 from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.measurement import DENSE, NODE, Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.history import COLUMNS, Thinned
+from spectral_monitor.reporting.content.history import MAX_COLUMNS, Thinned
 from spectral_monitor.reporting.content.labels import labelled, named
 from spectral_monitor.reporting.content.panels import pictured
 from spectral_monitor.reporting.content.tally import off
@@ -26,9 +26,9 @@ from spectral_monitor.reporting.content.typical import VS_TYPICAL, powers_of_two
 from spectral_monitor.reporting.text.lines import printable
 from spectral_monitor.reporting.text.table import number
 
-CELLS = 40_000
+MAX_CELLS = 40_000
 """Values of a quantity that are drawn, at most: of very deep networks fewer steps."""
-EVERY_CELL = 850_000
+MAX_CELLS_OF_PAGE = 850_000
 """Values of all quantities together, at most, for a page that still opens."""
 ROW, ROOM = 26, (170, 580)
 """Height of a layer while there is room, and of all of them at least and at most, in pixels."""
@@ -50,7 +50,7 @@ def drawable(measurements: Sequence[Measurement], quantity: str) -> Thinned | No
     """Return the measurements at which any layer has a value, thinned out if they are too many; else ``None``."""
     count = max(1, len(measurements[-1].layers))
     every = count * max(1, len(measurements[-1].values))
-    history = Thinned(max(8, min(COLUMNS, CELLS // count, EVERY_CELL // every)))
+    history = Thinned(max(8, min(MAX_COLUMNS, MAX_CELLS // count, MAX_CELLS_OF_PAGE // every)))
     for measurement in measurements:
         if quantity in measurement.values and measurement.values[quantity].isfinite().any():
             history.add(measurement)
@@ -121,18 +121,21 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
     if key is None:
         return []
     outside = set(off(now))
-    seen = []
-    for i, value, band in zip(rows, now.values[key][rows].tolist(), now.bands[key][rows].tolist(), strict=True):
-        if band[2] > 0 and value >= 0:
-            name = now.layers[i].name
-            seen.append((_row(name), value, value / band[2], band[0] / band[2], band[1] / band[2], name in outside))
-    logs = [abs(math.log2(x)) for _, _, *some, _ in seen for x in some if 0 < x < math.inf]
+    names, values, ratios = [], [], []
+    for i, value, (low, high, reference) in zip(
+        rows, now.values[key][rows].tolist(), now.bands[key][rows].tolist(), strict=True
+    ):
+        if reference > 0 and value >= 0:
+            names.append(now.layers[i].name)
+            values.append(value)
+            ratios.append([x / reference for x in (value, low, high)])
+    logs = [abs(math.log2(x)) for of in ratios for x in of if 0 < x < math.inf]
     reach = min(max([4.0, *(log + 0.7 for log in logs)]), REACH)
-    within = [[min(max(x, 2**-reach), 2**reach) for x in some] for _, _, *some, _ in seen]
+    within = [[min(max(x, 2**-reach), 2**reach) for x in of] for of in ratios]
     thick = max(1, min(16, 480 // len(rows)))
     band = line(
         [x for _, low, high in within for x in (*digits([low, high]), None)],
-        [y for name, *_ in seen for y in (name, name, None)],
+        [y for name in names for y in (_row(name), _row(name), None)],
         line={"color": "@band", "width": thick},
         hoverinfo="skip",
     )
@@ -140,11 +143,11 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
         "type": "scatter",
         "mode": "markers",
         "x": digits([ratio for ratio, _, _ in within]),
-        "y": [name for name, *_ in seen],
-        "customdata": [[name, number(ratio), number(value)] for name, value, ratio, *_ in seen],
+        "y": list(map(_row, names)),
+        "customdata": [[_row(n), number(of[0]), number(x)] for n, of, x in zip(names, ratios, values, strict=True)],
         "marker": {
-            "size": [11 if out else max(5, min(9, thick)) for *_, out in seen],
-            "color": ["@danger" if out else "@accent" for *_, out in seen],
+            "size": [11 if name in outside else max(5, min(9, thick)) for name in names],
+            "color": ["@danger" if name in outside else "@accent" for name in names],
             "opacity": 1,
             "line": {"color": "@card", "width": 1 if thick > 2 else 0},
         },
@@ -164,17 +167,16 @@ def _heatmap(key: str, drawn: Thinned, rows: Sequence[int], now: Measurement) ->
     values = drawn.values(key)[rows]
     if key == "update_natural":
         shares, unit = _shares(values, drawn.bands(key)[rows][..., 2], [now.layers[i].role for i in rows])
-        picture, bar = _against_share(shares)
+        picture, colours, ticks = _against_share(shares)
     elif key == "bfa_cos":
-        unit, picture, bar = "cosine, 1 is downhill", values.clamp(-1, 1), {"tickvals": [-1, -0.5, 0, 0.5, 1]}
-        bar |= {"zmin": -1, "zmax": 1, "colorscale": "@diverging-reversed"}
+        unit, picture, ticks = "cosine, 1 is downhill", values.clamp(-1, 1), {"tickvals": [-1, -0.5, 0, 0.5, 1]}
+        colours = {"zmin": -1, "zmax": 1, "colorscale": "@diverging-reversed"}
     else:
         unit = "as a share"
-        picture, bar = _logarithmic(values)
+        picture, colours, ticks = _logarithmic(values)
     if not picture.isfinite().any():
         return []
-    colorbar = {k: v for k, v in bar.items() if k.startswith("tick")}
-    colorbar |= {"orientation": "h", "thickness": 10, "outlinewidth": 0, "yanchor": "top", "ypad": 0, "xpad": 0}
+    colorbar = {**ticks, "orientation": "h", "thickness": 10, "outlinewidth": 0, "yanchor": "top", "ypad": 0, "xpad": 0}
     colorbar |= {"tickfont": {"size": 10}, "tickangle": 0}
     trace = {
         "type": "heatmap",
@@ -183,7 +185,7 @@ def _heatmap(key: str, drawn: Thinned, rows: Sequence[int], now: Measurement) ->
         "z": [digits(row) for row in picture.tolist()],
         "meta": [escaped(now.layers[i].name) for i in rows],
         "customdata": [[number(value) for value in row] for row in values.tolist()],
-        **{k: v for k, v in bar.items() if not k.startswith("tick")},
+        **colours,
         "ygap": 1 if len(rows) <= 40 else 0,
         "hoverongaps": False,
         "hovertemplate": f"<b>%{{customdata[0]}}</b><br>step %{{x}}<br>{key} %{{customdata[1]}}<extra></extra>",
@@ -195,7 +197,7 @@ def _heatmap(key: str, drawn: Thinned, rows: Sequence[int], now: Measurement) ->
 
 
 def _shares(values: Tensor, references: Tensor, roles: Sequence[str]) -> tuple[Tensor, str]:
-    """Values over their references; where none is known, over the operators' median."""
+    """Return values over their references; where none is known, over the median of operators and readouts."""
     if references.isfinite().any():
         return values / references, VS_TYPICAL
     ratios = torch.full_like(values, math.nan)
@@ -205,28 +207,32 @@ def _shares(values: Tensor, references: Tensor, roles: Sequence[str]) -> tuple[T
     return ratios, f"{VS_TYPICAL}: over the median"
 
 
-def _against_share(shares: Tensor) -> tuple[Tensor, Figure]:
-    """Logarithm to base 2; white is 1, and what is 0 has the colour of the smallest."""
+def _against_share(shares: Tensor) -> tuple[Tensor, Figure, Figure]:
+    """Return the picture, its range of colours and the ticks beside it.
+
+    Colours go by the logarithm to base 2; white is 1, and what is 0 has the colour of the smallest.
+    """
     logs = shares.log2()
     finite = logs[logs.isfinite()]
     reach = min(max(4.0, finite.abs().max().item() if len(finite) else 0.0), REACH)
     powers, words = powers_of_two(reach)
-    bar = {"tickvals": powers, "ticktext": words}
-    return logs.clamp(-reach, reach), {**bar, "zmin": -reach, "zmax": reach, "colorscale": "@diverging"}
+    colours = {"zmin": -reach, "zmax": reach, "colorscale": "@diverging"}
+    return logs.clamp(-reach, reach), colours, {"tickvals": powers, "ticktext": words}
 
 
-def _logarithmic(values: Tensor) -> tuple[Tensor, Figure]:
+def _logarithmic(values: Tensor) -> tuple[Tensor, Figure, Figure]:
+    """Return the same with colours by the logarithm to base 10, of six powers at most."""
     logs = values.abs().log10()
     finite = logs[logs.isfinite()]
     high = finite.max().item() if len(finite) else 0.0
     low = max(finite.min().item(), high - 6) if len(finite) else -1.0
     ticks = [math.log10(x) for x in _round_numbers(10**low, 10**high)]
-    bar = {"tickvals": ticks, "ticktext": [short(10**tick) for tick in ticks], "colorscale": "@sequential"}
-    return logs.clamp(low, high), {**bar, "zmin": low, "zmax": max(high, low + 0.1)}
+    colours = {"colorscale": "@sequential", "zmin": low, "zmax": max(high, low + 0.1)}
+    return logs.clamp(low, high), colours, {"tickvals": ticks, "ticktext": [short(10**tick) for tick in ticks]}
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """To be written on a log scale: powers of ten if there are two, else halves and fifths of them too.
+    """Return ticks of a log scale: powers of ten if there are two, else halves and fifths of them too.
 
     Example:
         >>> _round_numbers(0.003, 0.2), _round_numbers(0.003, 0.02)
@@ -247,7 +253,7 @@ def titled(title: str, *lines: str) -> str:
 
 
 def title_of(text: str, suffix: str, yaxis: str) -> Figure:
-    """Above a subplot, from its left edge."""
+    """Return a title above a subplot, from its left edge."""
     place = {"xref": f"x{suffix} domain", "yref": f"{yaxis} domain", "x": 0, "y": 1, "yshift": 6}
     anchors = {"xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
     return {"text": text, **place, **anchors, "font": {"size": 13, "color": "@ink"}}
@@ -284,5 +290,5 @@ def digits(values: Sequence[float], count: int = 4) -> list[float | None]:
 
 
 def escaped(text: str) -> str:
-    """For HTML, and for plotly's idea of it, in which dollars are formulas and per cents places to be filled."""
+    """Escape for HTML and for plotly, which takes dollars for formulas and per cents for places to be filled."""
     return html.escape(printable(text), quote=False).replace("$", "&#36;").replace("%", "&#37;")

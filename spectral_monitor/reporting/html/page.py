@@ -84,7 +84,7 @@ def need_plotly(what: str) -> None:
 
 
 def script_json(value: Any) -> str:
-    r"""As JSON that cannot end the element it stands in.
+    r"""Return a value as JSON that cannot end the element it stands in.
 
     Example:
         >>> script_json("</script>")

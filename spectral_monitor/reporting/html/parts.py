@@ -15,7 +15,7 @@ from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.html.figures import Figure, digits, escaped, line
 from spectral_monitor.reporting.text.table import number
 
-SLIDES = 60
+MAX_SLIDER_STEPS = 60
 """Measurements that the step slider stops at, at most, evenly, with the last one."""
 LOSS_HINT = (
     "No loss curve: nothing in this run's folder holds a training loss. Log one under a name such as train_loss, "
@@ -42,7 +42,7 @@ def contents(sections: Iterable[tuple[str, str]]) -> str:
     return f'<nav aria-label="On this page">{links}</nav>'
 
 
-def bar(table: Mapping[str, Any] | None, families: bool) -> str:
+def bar(table: Mapping[str, Any], families: bool) -> str:
     """Return the controls that stay in sight.
 
     Args:
@@ -55,7 +55,7 @@ def bar(table: Mapping[str, Any] | None, families: bool) -> str:
     ]
     if families:
         parts.append('<label><input type="checkbox" id="single"> single layers instead of families</label>')
-    if table is not None and len(table["steps"]) > 1:
+    if len(table["steps"]) > 1:
         last, now = len(table["steps"]) - 1, table["now"]
         said = f"step {table['steps'][now]}"
         parts.append(
@@ -77,7 +77,7 @@ def by_step(measurements: Sequence[Measurement], now: Measurement, keys: Sequenc
         ``steps``; ``now``, the place of its step; ``rows``, the layers; ``columns``, key -> step -> layer -> number;
         ``off``, for each step the places of layers that are off.
     """
-    apart = max(1, math.ceil(len(measurements) / SLIDES))
+    apart = max(1, math.ceil(len(measurements) / MAX_SLIDER_STEPS))
     some = [m for k, m in enumerate(reversed(measurements)) if k % apart == 0 or m is now][::-1]
     rows = [i for i, info in enumerate(now.layers) if info.is_matrix]
     names = [now.layers[i].name for i in rows]
@@ -103,7 +103,7 @@ def facts(about: RunFacts, measurements: Sequence[Measurement], now: Measurement
     )
     known["measured"] = f"{len(measurements)} times, steps {measurements[0].step} to {measurements[-1].step}"
     spans = "".join(f"<span>{escaped(key)}: {escaped(value)}</span>" for key, value in known.items())
-    return f'<section id="run"><h2>The run</h2><p class="facts">{spans}</p>'
+    return f'<p class="facts">{spans}</p>'
 
 
 def with_measured_loss(about: RunFacts, measurements: Sequence[Measurement]) -> RunFacts:
@@ -136,10 +136,12 @@ def loss_figure(about: RunFacts) -> Figure | None:
 
 
 def loss_words(about: RunFacts) -> str:
-    """Return the text alternative of the loss curve."""
+    """Return the text alternative of the loss curve; empty where there is none."""
     known = [(step, value) for step, value in about.points if math.isfinite(value)]
-    low, high = known[0], known[-1]
-    return f"{about.loss}: {number(low[1])} at step {low[0]}, {number(high[1])} at step {high[0]}"
+    if not known:
+        return ""
+    (first, start), (last, end) = known[0], known[-1]
+    return f"{about.loss}: {number(start)} at step {first}, {number(end)} at step {last}"
 
 
 def glossary(keys: Iterable[str]) -> str:

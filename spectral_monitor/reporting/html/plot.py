@@ -57,13 +57,13 @@ def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Seq
     return go.Figure(data=[_filled(trace, "", steps) for trace in drawn["data"]], layout=layout)
 
 
-def _only(measurement: Measurement, places: Sequence[int]) -> Measurement:
+def _only(measurement: Measurement, places: list[int]) -> Measurement:
     """Return the measurement of some layers."""
     return replace(
         measurement,
         layers=tuple(measurement.layers[i] for i in places),
-        values={key: column[list(places)] for key, column in measurement.values.items()},
-        bands={key: rows[list(places)] for key, rows in measurement.bands.items()},
+        values={key: column[places] for key, column in measurement.values.items()},
+        bands={key: rows[places] for key, rows in measurement.bands.items()},
     )
 
 

@@ -19,25 +19,15 @@ from spectral_monitor.reporting.content.tally import is_judged, latest_judged, n
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, vs_typical
 from spectral_monitor.reporting.files.run_facts import RunFacts
 from spectral_monitor.reporting.files.runs import settle
-from spectral_monitor.reporting.html.curves import FEW, LINES, curves, depth_colours
+from spectral_monitor.reporting.html import parts
+from spectral_monitor.reporting.html.curves import MAX_LAYERS_IN_LEGEND, MAX_LINES, curves, depth_colours
 from spectral_monitor.reporting.html.figures import Figure, escaped, overview
 from spectral_monitor.reporting.html.limit_lines import limit_sentences
 from spectral_monitor.reporting.html.page import need_plotly, page
-from spectral_monitor.reporting.html.parts import (
-    LOSS_HINT,
-    bar,
-    by_step,
-    contents,
-    facts,
-    glossary,
-    loss_figure,
-    loss_words,
-    with_measured_loss,
-)
 from spectral_monitor.reporting.text.lines import Column
 from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, number, summary_line
 
-FOLDED = 44
+MAX_UNFOLDED_NAME = 44
 """Characters of a layer's name beyond which it is folded."""
 MAX_NAMES = 5
 """Layers that the answer names; the table below it has all."""
@@ -90,20 +80,16 @@ def report(
         raise ValueError("there is nothing to report on: no measurements")
     now = _judged(run)
     told = latest_judged(run) or run[-1]
-    figures: dict[str, Figure] = {}
+    about = parts.with_measured_loss(about or RunFacts(), run)
+    loss = parts.loss_figure(about)
+    figures: dict[str, Figure] = {} if loss is None else {"loss-figure": loss}
     steps: dict[str, Sequence[int]] = {}
-    about = about or RunFacts()
-    sections = [_verdicts(told if told.roots else now), facts(about, run, now)]
+    sections = [_verdicts(told if told.roots else now), _run(about, run, now)]
     chapters = ([("off", "What is off")] if sections[0] else []) + [("run", "The run")]
-    about = with_measured_loss(about, run)
-    loss = loss_figure(about)
-    if loss is not None:
-        figures["loss-figure"] = loss
-        sections[-1] += _drawing("loss-figure", loss_words(about))
-    sections[-1] += "</section>" if loss is not None else f'<p class="soft">{escaped(LOSS_HINT)}</p></section>'
     picture, known = overview(run, now)
     if picture is not None:
-        figures["overview-figure"], steps = picture, {**steps, **known}
+        figures["overview-figure"] = picture
+        steps |= known
         sections.append(_overview(now))
         chapters.append(("overview", "Every layer"))
     sections.append(_key(now))
@@ -114,7 +100,8 @@ def report(
         if figure is None:
             missing += [] if panel.by_name else [panel.question]
             continue
-        figures[f"panel-{place}"], steps = figure, {**steps, **known}
+        figures[f"panel-{place}"] = figure
+        steps |= known
         sections.append(_panel(panel, f"panel-{place}", summary, now))
         chapters.append((f"question-{place}", panel.question))
     if missing:
@@ -123,11 +110,12 @@ def report(
     thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run) else []
     keys, table = _layers(now)
     known_keys = [key for panel in PANELS for key in panel.quantities if any(key in m.values for m in run)]
-    sections += [table, glossary(known_keys), _footer(run, [*thinned, *omitted, *notes, *limit_sentences(run, limit)])]
+    foot = [*thinned, *omitted, *notes, *limit_sentences(run, limit)]
+    sections += [table, parts.glossary(known_keys), _footer(run, foot)]
     chapters += [("layers", "All layers"), ("glossary", "Glossary")]
-    slides = by_step(run, now, keys)
+    slides = parts.by_step(run, now, keys)
     families = any(trace.get("uid", "").startswith("F") for figure in figures.values() for trace in figure["data"])
-    top = [_header(told, run, now, contents(chapters)), bar(slides, families)]
+    top = [_header(told, run, now, parts.contents(chapters)), parts.bar(slides, families)]
     body = "\n".join(filter(None, [*top, *sections]))
     layers = [[escaped(info.name), info.name] for info in now.layers if info.is_matrix]
     title = f"{escaped(headlines(told)[0])} &middot; step {run[-1].step}"
@@ -224,6 +212,13 @@ def _of_layer(name: str) -> str:
     return "" if name == NETWORK else f' data-layer="{escape(escaped(name))}"'
 
 
+def _run(about: RunFacts, measurements: Sequence[Measurement], now: Measurement) -> str:
+    """Return the section on the run: facts, and the place of its loss curve, or how to get one."""
+    words = parts.loss_words(about)
+    drawn = _drawing("loss-figure", words) if words else f'<p class="soft">{escaped(parts.LOSS_HINT)}</p>'
+    return f'<section id="run"><h2>The run</h2>{parts.facts(about, measurements, now)}{drawn}</section>'
+
+
 def _overview(now: Measurement) -> str:
     words = (
         f"every layer at step {now.step} against its band, and pictures of layer by step: {headline(now)}; "
@@ -243,14 +238,14 @@ def _key(now: Measurement) -> str:
     colours = ", ".join(depth_colours(5))
     count = sum(info.is_matrix for info in now.layers)
     drawn = (
-        f" Of {count} layers {LINES} are drawn, evenly, with the output layer and those that are off."
-        if count > LINES
+        f" Of {count} layers {MAX_LINES} are drawn, evenly, with the output layer and those that are off."
+        if count > MAX_LINES
         else ""
     )
     curves = (
         '<p class="soft">Below, a curve for each layer: <span class="key" style="background: linear-gradient(to right, '
         f'{colours})"></span> from the first to the last, '
-        if count <= FEW
+        if count <= MAX_LAYERS_IN_LEGEND
         else '<p class="soft">Below, an area for each family of layers, from its lowest to its highest value, with its '
         "median as a line, and a curve for each layer of no family. Point at an area, or at a layer in the table, to "
         "see that layer; search to see only some. "
@@ -326,7 +321,7 @@ def _footer(measurements: Sequence[Measurement], notes: Sequence[str]) -> str:
 
 
 def _name(layer: str) -> str:
-    return f'<span class="name{" folded" if len(layer) > FOLDED else ""}">{escaped(layer)}</span>'
+    return f'<span class="name{" folded" if len(layer) > MAX_UNFOLDED_NAME else ""}">{escaped(layer)}</span>'
 
 
 def _names(layers: Sequence[str]) -> str:

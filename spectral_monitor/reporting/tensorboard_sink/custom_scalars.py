@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SUMMARY = f"{PREFIX}/summary"
 ENDS = f"/(?:{'|'.join(SPREAD)})"
 """What follows the name of a family, as a regular expression."""
-MANY = 24
+MAX_OPEN_CHARTS = 24
 """Of more charts than that, only the first category is open at first."""
 
 
@@ -44,7 +44,7 @@ def layout(layers: tuple[LayerInfo, ...], tags: Collection[str]) -> Layout:
 
     drawn = [(panel.question, list(_charts(panel, layers, tags))) for panel in PANELS]
     drawn = [(question, charts) for question, charts in drawn if charts]
-    many = sum(len(charts) for _, charts in drawn) > MANY
+    many = sum(len(charts) for _, charts in drawn) > MAX_OPEN_CHARTS
     categories = [Category(title=name, chart=charts, closed=many and i > 0) for i, (name, charts) in enumerate(drawn)]
     return Layout(category=categories)
 
@@ -73,21 +73,21 @@ def _of_quantities(
     """
     groups = grouped(layers)
     for quantity in panel.quantities:
-        for key, title in (
-            (log2_of(quantity), f"{QUANTITIES[quantity].title} {VS_TYPICAL}, log2"),
-            (quantity, f"{QUANTITIES[quantity].title} ({QUANTITIES[quantity].counted_in})"),
+        entry = QUANTITIES[quantity]
+        for key, title, band in (
+            (log2_of(quantity), f"{entry.title} {VS_TYPICAL}, log2", ""),
+            (quantity, f"{entry.title} ({entry.counted_in})", f" (OK: {entry.limits})" if entry.limits else ""),
         ):
             if not any(tag.startswith(f"{group(key)}/") for tag in tags):
                 continue
-            compared = key != quantity
             limits = _limits(key, tags)
-            healthy = " (OK within limits)" if limits else _healthy(quantity, compared)
+            healthy = " (OK within limits)" if limits else band
             if not groups.families:
                 names = [layers[i].name for i in groups.singles]
                 yield f"{title}{healthy}: every layer", [_pattern(key, names, ""), *limits]
                 continue
             yield f"{title}{healthy}: all layers", [_pattern(key, [ALL], ENDS), *limits]
-            if compared and panel is PANELS[0]:
+            if key != quantity and panel is PANELS[0]:
                 yield from _of_families(key, title, groups, layers, tags)
             else:
                 families = [_pattern(key, list(map(family_key, groups.families)), "/median")]
@@ -123,11 +123,6 @@ def _limits(key: str, tags: Collection[str]) -> list[str]:
     return [f"{re.escape(stem)}(?:low|high)$"] if any(tag.startswith(stem) for tag in tags) else []
 
 
-def _healthy(quantity: str, compared: bool) -> str:
-    words = QUANTITIES[quantity].limits
-    return f" (OK: {words})" if words and not compared else ""
-
-
 def _pattern(key: str, names: Sequence[str], rest: str) -> str:
     """Return a regular expression for a quantity of some layers, and of no others.
 
@@ -141,7 +136,7 @@ def _pattern(key: str, names: Sequence[str], rest: str) -> str:
 
 
 def _groups(names: Sequence[str]) -> list[list[str]]:
-    """Names that begin with another one share its chart.
+    """Return the names of each chart: those that begin with another name share its chart.
 
     Example:
         >>> _groups(["spread", "loss", "loss_predicted"])

@@ -16,7 +16,7 @@ from typing import Any
 
 FIRST = "events.out.tfevents.0000000000.spectral_monitor"
 """Comes before all files of other writers, which have the time at this place."""
-LOOKED_AT = 200
+MAX_EVENTS = 200
 """Events of a file; loggers write hyperparameters at the beginning."""
 
 
@@ -65,7 +65,7 @@ def _first(logdir: str) -> tuple[dict[str, Any], float]:
     for path in sorted(tf.io.gfile.glob(os.path.join(logdir, "*tfevents*"))):
         if os.path.basename(path) == FIRST:
             continue
-        for event in islice(EventFileLoader(path).Load(), LOOKED_AT):
+        for event in islice(EventFileLoader(path).Load(), MAX_EVENTS):
             for value in event.summary.value:
                 if value.tag in (metadata.EXPERIMENT_TAG, metadata.SESSION_START_INFO_TAG) and value.tag not in found:
                     found[value.tag] = HParamsPluginData.FromString(value.metadata.plugin_data.content)
@@ -76,7 +76,7 @@ def _first(logdir: str) -> tuple[dict[str, Any], float]:
 
 
 def _add(content: Any, metrics: Sequence[str]) -> None:
-    """Metrics into an experiment; a session info has none."""
+    """Add metrics to an experiment; a session info has none."""
     from tensorboard.plugins.hparams.api_pb2 import MetricInfo, MetricName
 
     if content.HasField("experiment"):

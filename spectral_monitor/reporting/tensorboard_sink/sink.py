@@ -80,7 +80,7 @@ class TensorBoardSink:
             self._add_metrics()
 
     def _reset(self) -> None:
-        """Nothing has been written."""
+        """Forget what was written: another run begins."""
         self._history = History()
         self._count = 0
         self._latest: Measurement | None = None
@@ -153,7 +153,7 @@ class TensorBoardSink:
         self._writer._get_file_writer().add_summary(summary, step + self._offset)
 
     def _add_metrics(self) -> None:
-        """Metrics beside the hyperparameters that a logger writes before training, or when it begins."""
+        """Add metrics beside the hyperparameters that a logger writes before training, or when it begins."""
         if not self._merged:
             self._check()
             self._writer.flush()

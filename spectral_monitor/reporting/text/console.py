@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def rendered(table: Table) -> str:
     """Return the table for standard output.
 
-    Where that is a terminal and rich is installed: layers that are off in colour (not if ``NO_COLOR`` is set), as wide
-    as the window, with the columns that matter least left out if it is narrow. Else plain text of 80 columns, or as
-    many as ``COLUMNS`` says.
+    On a terminal with rich installed, layers that are off are in colour, unless ``NO_COLOR`` is set. The table is as
+    wide as the window; in a narrow one the columns that matter least are left out. Elsewhere it is plain text of 80
+    columns, or as many as ``COLUMNS`` says.
 
     Example:
         >>> from spectral_monitor.reporting.text.lines import Column
@@ -42,7 +42,7 @@ def rendered(table: Table) -> str:
 
 
 def _drawn(table: Table, console: Console) -> str:
-    """As text with the terminal's codes, which a progress bar that has taken standard output over understands too."""
+    """Return text with the terminal's codes: a progress bar that has taken over standard output passes them on too."""
     from rich import box
     from rich.table import Table as Grid
     from rich.text import Text

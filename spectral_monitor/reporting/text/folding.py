@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NODE, NOT_JUDGED, OFF, Measurement
-from spectral_monitor.reporting.content.headline import ROOTS, names_in
+from spectral_monitor.reporting.content.headline import MAX_ROOTS, names_in
 from spectral_monitor.reporting.content.labels import unprefixed
 from spectral_monitor.reporting.content.tally import Tally, named_by, tally
 
 DISTURBED = "disturbed"
 """The state of a layer that follows from another one; to a measurement such a layer is off."""
-SHOWN = 16
+MAX_UNFOLDED_LAYERS = 16
 """Layers of a network in which each has a row; of more, most are folded."""
-FURTHEST = 5
+MAX_HEALTHY_ROWS = 5
 """Healthy layers that keep their row, those furthest from typical."""
-MATES = 3
+MAX_ROWS_OF_CAUSE = 3
 """Layers of one cause that each have a row; of several causes one has."""
 
 
@@ -66,7 +66,7 @@ class _Rows:
         """Return every row, in its order."""
         found: list[Row] = []
         left, follow = dict.fromkeys(self.count.off), dict(self.count.disturbed)
-        shown = self.measurement.roots[:ROOTS] if self.folded else self.measurement.roots
+        shown = self.measurement.roots[:MAX_ROOTS] if self.folded else self.measurement.roots
         for root in shown:
             names = [name for name in named_by(root) if name == root.layer or name in left]
             found += self._same_cause(root, [name for name in names if name in self.place])
@@ -74,11 +74,11 @@ class _Rows:
             left = {name: None for name in left if name not in names}
             follow = {name: of for name, of in follow.items() if of != root.layer}
         rest = [name for name in left if name in self.place]
-        if self.folded and len(rest) > MATES:
+        if self.folded and len(rest) > MAX_ROWS_OF_CAUSE:
             found.append(self._fold(rest, "off", OFF, "other causes"))
         else:
             found += [self._row(name, OFF, self.verdicts.get(name), self._why(name)) for name in rest]
-        if self.folded and len(self.measurement.roots) > ROOTS:
+        if self.folded and len(self.measurement.roots) > MAX_ROOTS:
             found += self._following("", list(follow))
         else:  # roots that were lifted at this very step
             for gone in dict.fromkeys(follow.values()):
@@ -93,7 +93,7 @@ class _Rows:
             else self._row(name, OFF, self.verdicts.get(name), "same cause")
             for name in names
         ]
-        most = MATES if len(self.measurement.roots) == 1 else 2
+        most = MAX_ROWS_OF_CAUSE if len(self.measurement.roots) == 1 else 2
         if not self.folded or len(first) <= most:
             return first
         return [*first[: most - 1], self._fold(names[most - 1 :], "off", OFF, "same cause")]
@@ -116,12 +116,12 @@ class _Rows:
         reasons = {name: reason for reason, some in self.count.not_judged.items() for name in some}
         if not self.folded:
             alone = names
-        elif len(names) + len(seen) <= SHOWN or len(names) <= FURTHEST:
+        elif len(names) + len(seen) <= MAX_UNFOLDED_LAYERS or len(names) <= MAX_HEALTHY_ROWS:
             still = self._untrained()
             alone = [name for name in names if name not in still]
         else:
             candidates = [name for name in names if name not in reasons] or names
-            alone = sorted(candidates, key=self._far)[:FURTHEST]
+            alone = sorted(candidates, key=self._far)[:MAX_HEALTHY_ROWS]
         found = [self._other(name, reasons) for name in alone]
         for reason in (None, *self.count.not_judged):
             rest = [name for name in names if reasons.get(name) == reason and name not in alone]
@@ -138,13 +138,13 @@ class _Rows:
         """Return the layers without an update that are many for one reason, such as those of a teacher, while others
         are judged.
         """
-        many = [some for some in self.count.not_judged.values() if self.count.judged and len(some) > MATES]
+        many = [some for some in self.count.not_judged.values() if self.count.judged and len(some) > MAX_ROWS_OF_CAUSE]
         return {name for some in many if all(math.isnan(self.ratios[self.place[x]]) for x in some) for name in some}
 
     def _nodes(self) -> list[Row]:
         """Return the rows of modules that have features only, which nothing judges."""
         names = [info.name for info in self.measurement.layers if info.role == NODE]
-        if self.folded and len(names) > SHOWN:
+        if self.folded and len(names) > MAX_UNFOLDED_LAYERS:
             return [self._fold(names, "nodes", NOT_JUDGED)]
         return [self._row(name, NOT_JUDGED) for name in names]
 

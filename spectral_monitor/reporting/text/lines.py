@@ -104,7 +104,7 @@ def text_column(title: str, cells: Sequence[str], spare: int = 0) -> Column:
 
 
 def printable(text: str) -> str:
-    r"""With escapes for what would break a line or steer a terminal; a layer may be called anything.
+    r"""Escape what would break a line or steer a terminal; a layer may be called anything.
 
     Example:
         >>> print(printable("red\x1b[31m"))

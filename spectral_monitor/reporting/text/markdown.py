@@ -17,7 +17,7 @@ from spectral_monitor.reporting.content.tally import named_by
 
 LINE = 40
 """Characters of a sentence in a line; TensorBoard makes columns beside a longer one too narrow for words."""
-LISTED = 20
+MAX_LISTED = 20
 """Layers with a corrected learning rate that are named."""
 
 
@@ -50,9 +50,10 @@ def verdict_markdown(measurement: Measurement) -> str:
     if changed:
         many = f"{len(changed)} learning rates, the most changed first" if len(changed) > 1 else "one learning rate"
         parts.append(f"The correction multiplies {many}:")
-        parts.append(table(("layer", "multiplied by"), ((escaped(name), short(by)) for name, by in changed[:LISTED])))
-    if len(changed) > LISTED:
-        parts.append(f"... and {len(changed) - LISTED} more, changed less than these.")
+        rows = ((escaped(name), short(by)) for name, by in changed[:MAX_LISTED])
+        parts.append(table(("layer", "multiplied by"), rows))
+    if len(changed) > MAX_LISTED:
+        parts.append(f"... and {len(changed) - MAX_LISTED} more, changed less than these.")
     return "\n\n".join(parts)
 
 
@@ -87,7 +88,7 @@ def _quantity_row(key: str) -> tuple[str, ...]:
 
 
 def escaped(text: str) -> str:
-    r"""Text that says in Markdown what it says, in a table's cell too.
+    r"""Escape a text so that Markdown shows it as it is, in a table's cell too.
 
     Example:
         >>> print(escaped("blocks.0.w_q|<b>"))
@@ -108,7 +109,7 @@ def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
 
 
 def _multiplied(measurement: Measurement) -> list[tuple[str, float]]:
-    """Layers whose learning rate is multiplied with something else than 1, and with what."""
+    """Return the layers whose learning rate is multiplied by another factor than 1, and the factor."""
     values = measurement.values.get("lr_multiplier")
     if values is None:
         return []

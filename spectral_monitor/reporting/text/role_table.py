@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from spectral_monitor.layers.inspect_model import PART_OF
 from spectral_monitor.layers.output_layers import BY_PLACE
 from spectral_monitor.messages import some
-from spectral_monitor.reporting.content.families import folded as folded_names
-from spectral_monitor.reporting.content.families import kind, places_in
+from spectral_monitor.reporting.content.families import family_of, folded_names, places_in
 from spectral_monitor.reporting.content.labels import measured_parts, role_name, unprefixed
-from spectral_monitor.reporting.text.folding import SHOWN
+from spectral_monitor.reporting.text.folding import MAX_UNFOLDED_LAYERS
 from spectral_monitor.reporting.text.lines import Table, printable, text_column, unmeasured_lines
 from spectral_monitor.reporting.text.table import WIDTH, fans
 
@@ -44,7 +43,9 @@ def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
     if folded:
         bare = unprefixed(tuple(names))
         names = [bare[name] for name in names]
-    groups = _groups(matrices, names) if folded and len(matrices) > SHOWN else [[i] for i in range(len(matrices))]
+    groups = [[i] for i in range(len(matrices))]
+    if folded and len(matrices) > MAX_UNFOLDED_LAYERS:
+        groups = _groups(matrices, names)
     columns = []
     if matrices:
         first = [matrices[group[0]] for group in groups]
@@ -67,17 +68,17 @@ def _groups(matrices: Sequence[Layer], names: Sequence[str]) -> list[list[int]]:
     found: dict[object, list[int]] = {}
     for i, layer in enumerate(matrices):
         info = layer.info
-        alike = (kind(names[i], alone=names[i]), info.role, info.fan_in, info.fan_out, info.blocks, info.placement)
+        alike = (family_of(names[i], alone=names[i]), info.role, info.fan_in, info.fan_out, info.blocks, info.placement)
         found.setdefault((*alike, layer.note), []).append(i)
     return list(found.values())
 
 
 def _label(group: Sequence[str], names: Sequence[str]) -> str:
-    """Return what a row is called: ``h.*.mlp``, or ``net.{2,4}`` where others of the kind have rows of their own."""
+    """Return what a row is called: ``h.*.mlp``, or ``net.{2,4}`` where others of the family have rows of their own."""
     if len(group) == 1:
         return group[0]
-    of = kind(group[0])
-    if sum(kind(name) == of for name in names) == len(group):
+    of = family_of(group[0])
+    if sum(family_of(name) == of for name in names) == len(group):
         return of
     return of.replace("*", f"{{{places_in(group)}}}", 1)
 

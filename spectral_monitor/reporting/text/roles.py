@@ -63,14 +63,16 @@ class Roles(dict[str, str]):
 
         matrices = [info for info in self.layers if info.is_matrix]
         title = measured_parts(len(matrices), len(self.layers) - len(matrices))
-        cells = {
-            "layer": [info.name for info in matrices],
-            "role": [role_name(info.role) for info in matrices],
-            "in -> out": [fans(info) for info in matrices],
-            "note": [self.notes.get(info.name, "") for info in matrices],
-        }
-        cells = {name: column for name, column in cells.items() if column and (name != "note" or any(column))}
-        columns = [text_column(name, column) for name, column in cells.items()]
+        columns = []
+        if matrices:
+            columns = [
+                text_column("layer", [info.name for info in matrices]),
+                text_column("role", [role_name(info.role) for info in matrices]),
+                text_column("in -> out", [fans(info) for info in matrices]),
+            ]
+        notes = [self.notes.get(info.name, "") for info in matrices]
+        if any(notes):
+            columns.append(text_column("note", notes))
         return Table(title, tuple(columns), tuple(unmeasured_lines([*self.unmeasured.items()], ", ".join)))
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import NODE, LayerInfo, Measurement
@@ -43,8 +43,8 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
 
     Args:
         measurement: what is shown.
-        folded: whether layers that follow from a root share a row, and so, in a network of many, do healthy layers
-            that are close to typical and layers that were not judged for the same reason.
+        folded: whether layers that follow from a root share a row. In a network of many layers, so do healthy layers
+            close to typical, and layers that were not judged for the same reason.
     """
     ratios, band = vs_typical(measurement), limits(measurement)
     found = rows(measurement, ratios, folded)
@@ -60,7 +60,8 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
         columns.append(Column(VS_TYPICAL, tuple(cells), legend=legend(measurement)))
         drawn = tuple(gauge(some, band) for some in of_rows)
         columns.append(Column(scale(band), drawn, text=True, spare=2, drawn=True))
-    for key, (title, spare, says) in _columns(measurement).items():
+    shown = _columns(measurement)
+    for key, (title, spare, says) in shown.items():
         values = measurement.values[key].tolist()
         cells = ["" if i is None else number(values[i]) for i in single]
         marked = cells if key == "update_natural" else _with_arrows(cells, found, key)
@@ -70,7 +71,7 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
         should = [v.should_be if (v := row.verdict) and v.quantity else "" for row in found]
         columns.append(text_column("should be", should, spare=5))
     if any(row.what for row in found):
-        columns.append(text_column("what", [_what(row, measurement) for row in found]))
+        columns.append(text_column("what", [_what(row, shown) for row in found]))
     lines = headlines(measurement)
     title = f"spectral monitor, step {measurement.step}: {lines[0]}"
     state, states = tally(measurement).state, tuple(row.state for row in found)
@@ -100,11 +101,12 @@ def _arrow(verdict: Verdict | None, key: str) -> str:
     return ARROWS[not verdict.ratio > 1]
 
 
-def _what(row: Row, measurement: Measurement) -> str:
-    """Return what a row says, after the value that gave the layer away if no column shows it."""
+def _what(row: Row, shown: Container[str]) -> str:
+    """Return what a row says, after the value that gave the layer away if it is not among the quantities shown."""
     verdict = row.verdict
-    elsewhere = verdict is not None and verdict.quantity and verdict.quantity not in _columns(measurement)
-    return (f"{verdict.quantity} {number(verdict.value)}: " if verdict and elsewhere else "") + row.what
+    if verdict is None or not verdict.quantity or verdict.quantity in shown:
+        return row.what
+    return f"{verdict.quantity} {number(verdict.value)}: {row.what}"
 
 
 def _shared(cells: set[str]) -> str:
@@ -148,7 +150,7 @@ def summary_line(measurement: Measurement) -> str:
 
 
 def number(value: float) -> str:
-    """Two or three digits, whatever the size; "-" for NaN.
+    """Return a number with two or three digits, whatever its size; "-" for NaN.
 
     Example:
         >>> [number(value) for value in (0.0, 0.0123, 0.456, 7.891, 45.67, 123.4, 12345.0, math.nan)]

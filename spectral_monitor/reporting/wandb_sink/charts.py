@@ -10,16 +10,16 @@ from torch import Tensor
 
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES, questions
-from spectral_monitor.reporting.content.families import kinds
+from spectral_monitor.reporting.content.families import families_of
 from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.panels import PANELS, pictured, shown
-from spectral_monitor.reporting.content.tally import disturbed, named_by, off
+from spectral_monitor.reporting.content.tally import followers, named_by, off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL
 from spectral_monitor.reporting.heatmap import heatmap
 
 CHARTS, PICTURES, VERDICTS = "spectral/charts", "spectral/heatmaps", "spectral/verdicts"
-LINES = 16
-"""In a chart; of more layers the kinds are shown."""
+MAX_LINES = 16
+"""In a chart; of more layers the families are shown."""
 DIGITS = 6
 """Of a point of a line."""
 COLUMNS = (
@@ -29,7 +29,7 @@ COLUMNS = (
 
 
 def charts(history: History, asked: Sequence[str] = ()) -> dict[str, Any]:
-    """Key -> a chart of lines over steps for each question that has an answer, and for each quantity asked for.
+    """Return key -> a chart of lines over steps, for each question with an answer and each quantity asked for.
 
     Args:
         history: the measurements.
@@ -66,7 +66,7 @@ def _about(quantity: str, linear: bool) -> str:
 
 
 def pictures(history: History) -> dict[str, Any]:
-    """Key -> a picture of layer by step; none without matplotlib."""
+    """Return key -> a picture of layer by step; none without matplotlib."""
     import wandb
 
     readings = {quantity: panel.reading for panel in PANELS for quantity in panel.quantities}
@@ -86,10 +86,10 @@ def verdict_table(measurement: Measurement) -> Any:
     import wandb
 
     table = wandb.Table(columns=list(COLUMNS))
-    follow = list(disturbed(measurement).values())
     for root in measurement.roots:
         row = root.to_row() | {"step": measurement.step, "for steps": root.steps, "what to do": root.sentence}
-        row |= {VS_TYPICAL: root.ratio, "same cause": len(named_by(root)), "disturbs": follow.count(root.layer)}
+        row |= {VS_TYPICAL: root.ratio, "same cause": len(named_by(root))}
+        row |= {"disturbs": len(followers(root, measurement))}
         table.add_data(*(None if _is_nan(row[column]) else row[column] for column in COLUMNS))
     return table
 
@@ -106,8 +106,8 @@ def _corrected(history: History) -> bool:
 def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
     """Return the lines of a quantity: name of a line -> its points, step and value.
 
-    A line for each layer if they are few. Of many, one for each kind with the geometric mean of its layers (the mean,
-    of quantities that may be below 0), and one for each layer that a root verdict names now, the worst first.
+    A line for each layer if they are few. Of many, a line for each family: the geometric mean of its layers, or the
+    mean of quantities that may be below 0. Each layer that a root verdict names now has a line too, the worst first.
 
     Args:
         history: the measurements.
@@ -130,12 +130,12 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
     measured = [i for i in rows if values[i].isfinite().any()]
     alone = measured
     drawn = {}
-    if len(measured) > LINES:
+    if len(measured) > MAX_LINES:
         outside = off(history.measurements[-1])
-        alone = sorted((i for i in measured if names[i] in outside), key=lambda i: outside.index(names[i]))[:LINES]
-        for kind, places in list(kinds([names[i] for i in measured]).items())[:LINES]:
+        alone = sorted((i for i in measured if names[i] in outside), key=lambda i: outside.index(names[i]))[:MAX_LINES]
+        for family, places in list(families_of([names[i] for i in measured]).items())[:MAX_LINES]:
             line = _mean(values[[measured[k] for k in places]], QUANTITIES[quantity].signed)
-            drawn[f"{kind} (mean of {len(places)})"] = line
+            drawn[f"{family} (mean of {len(places)})"] = line
     drawn |= {names[i]: values[i] for i in alone}
     points = {name: _points(drawn_of.steps, line) for name, line in drawn.items()}
     return {name: line for name, line in points.items() if line}
@@ -151,7 +151,7 @@ def _logarithms(drawn: dict[str, list[tuple[int, float]]]) -> dict[str, list[tup
 
 
 def _mean(values: Tensor, signed: bool) -> Tensor:
-    """Over the layers that have a value, step by step; (layers, steps) -> (steps,)."""
+    """Return the mean over the layers that have a value, step by step; (layers, steps) -> (steps,)."""
     return values.nanmean(0) if signed else values.log().nanmean(0).exp()
 
 

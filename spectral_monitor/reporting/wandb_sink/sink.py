@@ -28,16 +28,16 @@ SHOWN = frozenset(
 """Numbers that have a panel of their own: the same in every network."""
 WORST = frozenset(f"{PREFIX}/summary/{key}" for key in ("violations", "worst_layer_ratio"))
 """Numbers of which the run's summary has the largest too."""
-POINTS = 128
+MAX_POINTS = 128
 """Of a line, at most: each time a chart is logged its points go into a file of their own."""
-EXACT = 4000
+MAX_KEYS_ONE_BY_ONE = 4000
 """Keys that W&B is told of one by one. Its process takes some 15 seconds for 3,000, and four times that for twice as
 many, in the background, once."""
 PROFILE = "spectral-profile"
 """Name and type of the artifact."""
-WAIT = 600.0
+SECONDS_BETWEEN_ALERTS = 600.0
 """Seconds from one alert on a layer that begins to be off to the next."""
-ALERTS = 30
+MAX_ALERTS = 30
 """In a run."""
 MAX_NAMES = 10
 """Layers that a text names."""
@@ -56,17 +56,14 @@ class WandbSink:
     root verdicts there are and were at most.
     When a root verdict begins, W&B sends an alert; layers that follow from it are counted there and send none. It sends
     another when layers are healthy again. In the end the page of ``spectral-monitor report`` is logged, if plotly is
-    installed, and the run's profile is saved as an artifact, ``"spectral-profile"``, for
+    installed. The run's profile is saved as an artifact, ``"spectral-profile"``, for
     ``SpectralCondition(reference=...)`` in another run.
 
     Args:
         run: what ``wandb.init`` returned.
         settings: of the monitor; they go into the run's config, under ``"spectral_monitor"``.
         heatmap_every: charts, pictures and the table after measurements 3 and 10, every n-th and the last; 0 for none.
-        log: ``"essential"``; ``"all"`` for every number too, as ``spectral/<quantity>/<layer>``; or patterns of single
-            numbers that are logged besides.
-        asked: quantities that are essential besides.
-        offset: added to the number of optimizer steps taken, for loggers that count from 0.
+        log, asked, offset: as in :class:`~spectral_monitor.reporting.TensorBoardSink`.
 
     Example:
         >>> # sink = WandbSink(wandb.init(project="mine"))
@@ -85,7 +82,7 @@ class WandbSink:
     ) -> None:
         self._run, self._settings, self._every = run, dict(settings or {}), heatmap_every
         self._log_what, self._asked, self._offset = checked_log(log), tuple(asked), offset
-        self._history = History(POINTS)
+        self._history = History(MAX_POINTS)
         self._seen: set[str] = set()  # keys
         self._defined: set[str] = set()  # names and patterns that W&B was told of
         self._alerts = _Alerts(run)
@@ -158,7 +155,7 @@ class WandbSink:
             how = {"hidden": key not in SHOWN, **({"summary": "last,max"} if key in WORST else {})}
         elif key in (VERDICTS, PAGE) or key.startswith(f"{PICTURES}/"):
             how = {}
-        elif len(self._defined) >= EXACT:
+        elif len(self._defined) >= MAX_KEYS_ONE_BY_ONE:
             of = key.split("/")
             name = "/".join([*of[: 2 if of[0] == PREFIX else 1], "*"])  # the quantity's
         if name not in self._defined:
@@ -199,7 +196,7 @@ class _Alerts:
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        self._left = ALERTS
+        self._left = MAX_ALERTS
         self._told: dict[str, float] = {}  # layer, or verdict on the network -> when
         self._open: set[str] = set()  # of those told of
 
@@ -216,7 +213,9 @@ class _Alerts:
         self._open -= set(ended)
         for root, subjects in roots:
             known = not self._open.isdisjoint(subjects)
-            if not known and all(now - self._told.get(subject, -math.inf) >= WAIT for subject in subjects):
+            if not known and all(
+                now - self._told.get(subject, -math.inf) >= SECONDS_BETWEEN_ALERTS for subject in subjects
+            ):
                 self._told |= dict.fromkeys(subjects, now)
                 known = True
                 self._begins(root, measurement)
@@ -243,7 +242,9 @@ class _Alerts:
         room = 63 - len(f"{TITLE}{end}")  # W&B wants fewer than 64
         name = names[0] if len(names[0]) <= room else f"…{names[0][1 - room :]}"
         last = "" if self._left else "\n(No more alerts will be sent in this run.)"
-        self._run.alert(title=f"{TITLE}{name}{end}", text=f"{text}{last}", level=level, wait_duration=WAIT)
+        self._run.alert(
+            title=f"{TITLE}{name}{end}", text=f"{text}{last}", level=level, wait_duration=SECONDS_BETWEEN_ALERTS
+        )
 
 
 def _subjects(root: Verdict) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from spectral_monitor.reporting.wandb_sink.sink import AXIS, PAGE
 def wandb_workspace(entity: str, project: str, name: str = "spectral monitor") -> str:
     """Save a workspace in a project of Weights & Biases, and return its address.
 
-    A section for each question has line plots of what all runs have in common, on logarithmic axes where values are
-    positive, so that runs of different networks lie over each other. Needs ``pip install wandb-workspaces``.
+    A section for each question has line plots of what all runs have in common, so that runs of different networks lie
+    over each other. Axes are logarithmic where values are positive. Needs ``pip install wandb-workspaces``.
 
     Args:
         entity: a user or a team.

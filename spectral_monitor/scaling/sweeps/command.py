@@ -46,7 +46,7 @@ def run_sweep(args: argparse.Namespace) -> None:
             seeds=args.seeds,
             steps=args.steps,
             quantities=args.quantities,
-            parametrization=None if args.parametrization is None else PARAMETRIZATIONS[args.parametrization],
+            parametrization=PARAMETRIZATIONS.get(args.parametrization),
             optimizer=args.optimizer,
             lr=args.lr,
             processes=args.processes,
@@ -70,7 +70,7 @@ def run_sweep(args: argparse.Namespace) -> None:
 
 
 def _in_flags(text: str) -> str:
-    """Arguments as they are called here.
+    """Return an error with the names that arguments have on the command line.
 
     Example:
         >>> _in_flags("optimizer='adam' goes with parametrization=; part= needs path=")
@@ -80,7 +80,7 @@ def _in_flags(text: str) -> str:
 
 
 def _check_figure(path: Path) -> None:
-    """Before anything is trained."""
+    """Refuse, before anything is trained, a figure that cannot be written."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -148,7 +148,7 @@ class FromFile:
             sys.path.remove(folder)
 
     def _module(self) -> ModuleType:
-        """Imported once in a process, under a name that nothing else has."""
+        """Import the file once in a process, under a name that nothing else has."""
         name = f"spectral_monitor_sweep_{zlib.crc32(bytes(self.path)):x}"
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, self.path)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 PANEL = 3.6
 """Inches, both ways."""
 COLUMNS = 4
-LONGEST = 40
+MAX_LAYERS_IN_LEGEND = 40
 """Layers in the legend."""
 
 
 def sweep_figure(result: SweepResult) -> Figure:
-    """Curves are geometric means over seeds, bands go from the least to the most; see :meth:`SweepResult.figure`."""
+    """Draw geometric means over seeds as curves, least to most as bands; see :meth:`SweepResult.figure`."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def _panel(axis: Axes, slopes: Sequence[Slope], colours: dict[str, Any], off: Se
 
 
 def _room(axis: Axes) -> None:
-    """At least one and a half decades, so that what is flat looks flat."""
+    """Show at least one and a half decades, so that what is flat looks flat."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     low, high = map(math.log10, axis.get_ylim())
@@ -136,7 +136,7 @@ def _legend(figure: Figure, result: SweepResult, colours: dict[str, Any]) -> Non
 
     off = {slope.layer for slope in result.off}
     names = list(colours)
-    names = names[:: max(1, math.ceil(len(names) / LONGEST))]  # spread over the network
+    names = names[:: max(1, math.ceil(len(names) / MAX_LAYERS_IN_LEGEND))]  # spread over the network
     handles = [
         Line2D([], [], color=colours[name], linewidth=2.2 if name in off else 1.2, marker="o", markersize=4, label=name)
         for name in names

@@ -16,6 +16,7 @@ from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
+from spectral_monitor.scaling.sweeps.slope import Slope
 
 if TYPE_CHECKING:
     from spectral_monitor.scaling.sweeps.result import SweepResult
@@ -131,7 +132,7 @@ def limits_of(result: SweepResult) -> dict[tuple[str, str], WidthLimit]:
     return {} if result.limit is None else {(s.layer, s.quantity): _limit(result, s) for s in result.slopes}
 
 
-def _limit(result: SweepResult, slope: Any) -> WidthLimit:
+def _limit(result: SweepResult, slope: Slope) -> WidthLimit:
     layer, quantity, seeds = slope.layer, slope.quantity, list(dict.fromkeys(key.seed for key in result.keys))
     found = {(p.key.width, p.key.seed): _value(p, result.step, quantity, layer) for p in result.points if not p.failure}
     rows = {seed: [found.get((width, seed), math.nan) for width in slope.sizes] for seed in seeds}
@@ -205,7 +206,7 @@ def reference_run(
 
     Args:
         make_module: from a width to a module, as for :func:`~spectral_monitor.scaling.sweep`: an ``nn.Sequential`` of
-            two linear layers, with or without an activation such as ``nn.Tanh`` between them, or a module around one
+            two linear layers, with or without an activation such as ``nn.Tanh`` between them. Or a module around one
             that has all its parameters and returns the loss.
         data: as for ``sweep``; for the order of your training give its batches as a list.
         parametrization: with maximal updates, such as ``MUP``.

@@ -236,7 +236,7 @@ class SweepConfig:
         return Point(key, measurements, tuple(losses), failure, places)
 
     def _places(self, module: nn.Module) -> dict[str, LayerPosition]:
-        """Those that the parametrization's rules are for; none without one."""
+        """Return layer -> the place that the parametrization's rules see; none without a parametrization."""
         if self.parametrization is None:
             return {}
         with _refused_in_words():
@@ -247,7 +247,7 @@ class SweepConfig:
         return {layer.info.name: places[id(layer.sources[0])] for layer in layers}
 
     def _optimizer(self, module: nn.Module) -> tuple[Optimizer, list[tuple[Any, int]]]:
-        """With the schedulers that go with steps."""
+        """Return the optimizer of a module, and the schedulers that go with steps and their intervals."""
         if self.parametrization is not None:
             assert self.lr is not None
             p, family = self.parametrization, self.family

@@ -13,7 +13,7 @@ from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.layer_position import LayerPosition
 from spectral_monitor.parametrization.param_groups import Family
 from spectral_monitor.parametrization.prediction import Axis, predict
-from spectral_monitor.reporting.content.families import OTHERS, kind
+from spectral_monitor.reporting.content.families import family_of
 from spectral_monitor.scaling.sweeps.figure import sweep_figure
 from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limits_of
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
@@ -99,7 +99,7 @@ class SweepResult:
 def evaluated(
     recipe: SweepConfig, keys: Sequence[RunKey], points: Iterable[Point], axis: Axis, step: int
 ) -> SweepResult:
-    """Slopes at a step, of all the points there should be; those that are missing are said to be."""
+    """Return the slopes at a step, of all the points there should be; missing ones are named."""
     found = {point.key: point for point in points}
     slopes: list[Slope] = []
     excluded: list[str] = []
@@ -113,7 +113,7 @@ def evaluated(
 
 
 def _split(key: RunKey, axis: str) -> tuple[int, int | None]:
-    """Its place on the axis, and beside it."""
+    """Return the size of a point along the axis, and the other one."""
     if axis == "width":
         return key.width, key.depth
     assert key.depth is not None
@@ -149,7 +149,7 @@ class _Group:
         self.layers = list(dict.fromkeys(label for size in reversed(self.sizes) for label in self.names.get(size, {})))
 
     def _drop_twins(self) -> None:
-        """Networks that are the same at two sizes count once."""
+        """Leave out a size at which all shapes are those of a smaller one."""
         seen: dict[tuple[Any, ...], int] = {}
         for size, infos in sorted(self.infos.items()):
             shapes = tuple((info.name, info.shape) for info in infos)
@@ -162,7 +162,8 @@ class _Group:
     def slope(self, recipe: SweepConfig, layer: str, quantity: str) -> Slope:
         """Return the slope of one layer and quantity, or why there is none."""
         found = {at: self._value(*at, layer, quantity) for at in ((x, seed) for seed in self.seeds for x in self.sizes)}
-        excluded, reasons = self._left_out({at: why for at, (_, why) in found.items() if why})
+        reasons = {at: why for at, (_, why) in found.items() if why}
+        excluded = self._left_out(reasons)
         finite = [value for value, _ in found.values() if not math.isnan(value)]
         sign = -1.0 if finite and max(finite) < 0 else 1.0
         rows = [[sign * found[size, seed][0] for size in self.sizes] for seed in self.seeds]
@@ -172,7 +173,8 @@ class _Group:
             fit = fit_slope(self.sizes, rows)
         if not finite:
             excluded = []
-            fit = replace(fit, reason=reasons[0] if len(reasons) == 1 else "no values")
+            whys = set(reasons.values())
+            fit = replace(fit, reason=whys.pop() if len(whys) == 1 else "no values")
         for place, seed in enumerate(self.seeds):
             if fit.seeds and place not in fit.seeds:
                 excluded.append(f"seed {seed}: values at too few {self.axis}s")
@@ -194,8 +196,8 @@ class _Group:
             note=self._note(layer),
         )
 
-    def _left_out(self, why: Mapping[tuple[int, int], str]) -> tuple[list[str], list[str]]:
-        """In words, all seeds of a size at once where that is so; and the reasons there are."""
+    def _left_out(self, why: Mapping[tuple[int, int], str]) -> list[str]:
+        """Return what is left out and why, in words; all seeds of a size at once where the reason is the same."""
         found: list[str] = []
         for size in self.sizes:
             here = {seed: why[size, seed] for seed in self.seeds if (size, seed) in why}
@@ -204,7 +206,7 @@ class _Group:
                 found.append(f"{self.axis} {size}: {reasons.pop()}")
             else:
                 found += [f"{self.axis} {size}, seed {seed}: {reason}" for seed, reason in here.items()]
-        return found, list(dict.fromkeys(why.values()))
+        return found
 
     def _value(self, size: int, seed: int, layer: str, quantity: str) -> tuple[float, str]:
         """Return a number, or NaN and why; no reason where the whole point is out."""
@@ -222,7 +224,7 @@ class _Group:
         return value, ""
 
     def _note(self, layer: str) -> str:
-        """Sizes that leave the layer's shape as it is; other layers may change what it does all the same."""
+        """Return the sizes that leave the layer's shape as it is; other layers may still change what it does."""
         if self.axis != "width":
             return ""
         by_shape: dict[tuple[int, ...], list[int]] = {}
@@ -259,9 +261,9 @@ class _Group:
     def _labelled(self, size: int) -> tuple[list[LayerInfo], dict[str, LayerPosition]]:
         """Return the layers of a size and their places: against depth those that have labels, by these."""
         infos, places = self.infos[size], self.places[size]
-        label = {name: label for label, name in self.names[size].items()}
         if self.axis == "width":
             return list(infos), dict(places)
+        label = {name: label for label, name in self.names[size].items()}
         followed = [info for info in infos if info.name in label]
         return (
             [replace(info, name=label[info.name]) for info in followed],
@@ -270,14 +272,16 @@ class _Group:
 
 
 def _geometric_mean(values: Sequence[float]) -> float:
-    """NaN of nothing, and of values that are not all positive."""
+    """Return the geometric mean; NaN of nothing, and of values that are not all positive."""
     if not values or min(values) <= 0:
         return math.nan
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def labels(infos: Mapping[int, Sequence[LayerInfo]], axis: str) -> dict[int, dict[str, str]]:
-    """For each size, label -> name of the layer there. Biases and gains are left out, unless there is nothing else.
+    """Return, for each size, label -> name of the layer there.
+
+    Biases and gains are left out, unless there is nothing else.
 
     Against width a layer is what has its name. With depth their number changes: of those that differ by the number in
     their name alone the first, the middle one and the last are followed.
@@ -292,21 +296,21 @@ def labels(infos: Mapping[int, Sequence[LayerInfo]], axis: str) -> dict[int, dic
     names = {size: found or [info.name for info in infos[size]] for size, found in matrices.items()}
     if axis == "width":
         return {size: {name: name for name in some} for size, some in names.items()}
-    by_kind = {size: _by_kind(some) for size, some in names.items()}
-    several = {of for groups in by_kind.values() for of, some in groups.items() if len(some) > 1}
-    return {size: _places(groups, several) for size, groups in by_kind.items()}
+    by_family = {size: _by_family(some) for size, some in names.items()}
+    several = {of for groups in by_family.values() for of, some in groups.items() if len(some) > 1}
+    return {size: _followed(groups, several) for size, groups in by_family.items()}
 
 
-def _by_kind(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the layers by kind; a layer without a number in its name is a kind by itself."""
+def _by_family(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the layers by family; a layer without a number in its name is a family by itself."""
     found: dict[str, list[str]] = {}
     for name in names:
-        of = kind(name)
-        found.setdefault(name if of == OTHERS else of, []).append(name)
+        found.setdefault(family_of(name, alone=name), []).append(name)
     return found
 
 
-def _places(groups: Mapping[str, Sequence[str]], several: set[str]) -> dict[str, str]:
+def _followed(groups: Mapping[str, Sequence[str]], several: set[str]) -> dict[str, str]:
+    """Return label -> layer: of a family with several layers at any size, the first, the middle one and the last."""
     found: dict[str, str] = {}
     for of, names in groups.items():
         if of not in several:

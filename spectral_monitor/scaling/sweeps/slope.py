@@ -50,8 +50,7 @@ class Slope:
         """
         if self.fit.reason:
             return "no slope"
-        expected = 0.0 if math.isnan(self.predicted) else self.predicted
-        above, below = self.fit.low - expected, self.fit.high - expected
+        above, below = self.fit.low - self._expected, self.fit.high - self._expected
         if above >= -TOLERANCE and below <= TOLERANCE:
             return "flat" if math.isnan(self.predicted) else "as predicted"
         if above <= TOLERANCE and below >= -TOLERANCE:
@@ -68,9 +67,9 @@ class Slope:
         if self.verdict == "not as predicted":
             return f"not as predicted: {self.behaviour}"
         if self.verdict == "unclear":
-            known = not math.isnan(self.predicted)
-            inside = self.fit.low <= (self.predicted if known else 0.0) <= self.fit.high
-            but = f", but {'it fits the prediction' if known else 'it may be flat'}" if inside else ""
+            inside = self.fit.low <= self._expected <= self.fit.high
+            fits = "it may be flat" if math.isnan(self.predicted) else "it fits the prediction"
+            but = f", but {fits}" if inside else ""
             return f"unclear{but}: try more {'seeds' if self.fit.how == 'seeds' else 'seeds or sizes'}"
         return self.verdict if self.verdict in ("as predicted", "flat") else self.behaviour
 
@@ -85,10 +84,15 @@ class Slope:
     @property
     def distance(self) -> float:
         """From the slope to the predicted one, or to 0."""
-        return abs(self.fit.slope - (0.0 if math.isnan(self.predicted) else self.predicted))
+        return abs(self.fit.slope - self._expected)
+
+    @property
+    def _expected(self) -> float:
+        """The predicted slope; without a prediction 0, which is flat."""
+        return 0.0 if math.isnan(self.predicted) else self.predicted
 
     def to_row(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return a dict of plain values."""
         return {
             "layer": self.layer,
             "quantity": self.quantity,
@@ -107,7 +111,7 @@ class Slope:
 
 
 def exponent(value: float) -> str:
-    """Two digits; never -0.
+    """Return an exponent with two decimals; never -0.
 
     Example:
         >>> exponent(-0.001), exponent(0.98)

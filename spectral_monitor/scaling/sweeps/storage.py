@@ -54,9 +54,9 @@ def read(path: Path, settings: Mapping[str, Any]) -> dict[RunKey, Point]:
     """
     if path.is_dir():
         raise SweepError(f"{str(path)!r} is a folder: give the name of a file")
-    parts = glob.glob(f"{glob.escape(str(path.with_name(path.stem)))}.part*of*{glob.escape(path.suffix)}")
+    parts = path.parent.glob(f"{glob.escape(path.stem)}.part*of*{glob.escape(path.suffix)}")
     points: dict[RunKey, Point] = {}
-    for file in [path, *map(Path, sorted(parts))]:
+    for file in [path, *sorted(parts)]:
         if file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             for point in _points(file, lines, settings):

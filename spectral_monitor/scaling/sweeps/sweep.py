@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from spectral_monitor.parametrization.prediction import Axis
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps import storage as points_file
-from spectral_monitor.scaling.sweeps.arguments import integer, integers
+from spectral_monitor.scaling.sweeps.arguments import integer, integers, positive
 from spectral_monitor.scaling.sweeps.limit import How, checked_limit, exact_points
 from spectral_monitor.scaling.sweeps.point import MakeModule, MakeOptimizer, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.result import SweepResult, evaluated
@@ -58,9 +59,9 @@ def sweep(
     a picture, with an answer in words. Biases and gains are left out.
 
     *What is fitted.* Layers are matched by name. A layer whose shape does not change with the width is fitted too, for
-    others feed it, and said to be so. A point whose loss becomes NaN or inf, a value that is 0, NaN or inf, and a width
-    that gives the same shapes as another one are left out, with the reason. A quantity that may be negative is fitted
-    by its size, if it has one sign everywhere. Fewer than three sizes give no slope.
+    others feed it, and said to be so. Points whose loss becomes NaN or inf are left out, with the reason. So are values
+    that are 0, NaN or inf, and widths that give the same shapes as another one. A quantity that may be negative is
+    fitted by its size, if it has one sign everywhere. Fewer than three sizes give no slope.
 
     *Depth.* With at least three ``widths`` slopes are against width, at each of ``depths``. With fewer widths and at
     least three ``depths`` they are against depth, at each width, and predicted for one sample. Of layers that differ by
@@ -83,7 +84,7 @@ def sweep(
         quantities: ``"light"``, ``"standard"`` or a list of keys, as for the probe.
         parametrization: redraws the weights and sets the learning rates, such as ``spectral_monitor.scaling.MUP``.
         optimizer: with a parametrization ``"sgd"`` (the default) or ``"adam"``; without, a function that makes the
-            optimizer of a module, by default the module's ``configure_optimizers``, of whose schedulers those with
+            optimizer of a module, by default the module's ``configure_optimizers``. Schedulers with
             ``interval="step"`` are used, at their ``frequency``.
         lr: with a parametrization, the learning rate that it scales.
         measured: the steps that are measured, for :meth:`SweepResult.at`; by default the first and the last. The last
@@ -93,7 +94,7 @@ def sweep(
             ``optimizer`` must be picklable: functions at the top of a module, and the script guarded by
             ``if __name__ == "__main__"``.
         executor: runs the points instead: any ``concurrent.futures`` executor that does not fork, such as that of
-            dask's ``client.get_executor()``, or another object whose ``submit(function)`` returns one with ``done()``
+            dask's ``client.get_executor()``. Other objects will do if ``submit(function)`` returns one with ``done()``
             and ``result()``, such as submitit's executors. It is yours: nothing is shut down. Each point is trained
             with as many threads as this process has, or as its worker has CPUs if those are fewer.
         processes_per_point: processes that train each network together, started as torchrun does, wherever the point
@@ -150,6 +151,7 @@ def sweep(
     )
     keys, axis = _keys(widths, depths, seeds)
     limit = checked_limit(limit, axis, recipe, depths)
+    processes = positive("processes", processes)
     check_executor(executor, processes, recipe)
     target = None if path is None else Path(path)
     if part is not None and target is None:
@@ -186,8 +188,8 @@ def _keys(
 ) -> tuple[list[RunKey], Axis]:
     """Return all points, the small ones first, and what slopes are against."""
     w, d = _sizes("widths", widths), [None] if depths is None else _sizes("depths", depths)
-    count = integer(seeds)
-    s = integers(seeds) if count is None else list(range(count))
+    how_many = integer(seeds)
+    s = integers(seeds) if how_many is None else list(range(how_many))
     if not s or min(s) < 0:
         raise SweepError(f"seeds must be how many (>= 1) or a list of integers >= 0, got {seeds!r}")
     axis: Axis = "depth" if len(w) < FEWEST <= len(d) else "width"
@@ -246,14 +248,8 @@ def _progress(total: int, done: int, show: bool) -> Iterator[Callable[[RunKey], 
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
-        count = done
-
-        def advance(key: RunKey) -> None:
-            nonlocal count
-            count += 1
-            print(f"sweep: {count} of {total} points, {key}", file=sys.stderr)
-
-        yield advance
+        counts = count(done + 1)
+        yield lambda key: print(f"sweep: {next(counts)} of {total} points, {key}", file=sys.stderr)
         return
     with tqdm(total=total, initial=done, desc="sweep", unit="point") as bar:
 

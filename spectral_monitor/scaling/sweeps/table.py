@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_NAMES = 2
 """Offenders in the first line."""
-LISTED = 20
+MAX_LISTED = 20
 """Points that are left out, below the table."""
 ONE_SAMPLE = (
     "predictions against depth are of one sample; in a batch of unlike samples the first layers of a chain, through "
@@ -35,7 +35,7 @@ def sweep_table(result: SweepResult) -> Table:
 
 
 def _place(slope: Slope, off: Sequence[Slope]) -> tuple[int, float]:
-    """Sorting keeps the network's order among what is in order."""
+    """Return the key by which rows are sorted: offenders first; others keep the network's order."""
     if slope.verdict in OFFENDERS:
         return slope not in off, -slope.distance
     return 2 + _REST.index(slope.verdict), 0.0
@@ -141,8 +141,8 @@ def _foot(result: SweepResult) -> list[str]:
     if {slope.fit.how for slope in result.slopes} - {""} == {"residuals"}:
         foot.append("one seed: intervals are from the residuals of its lines, and know nothing of other seeds")
     if result.excluded:
-        shown = list(result.excluded[:LISTED])
-        if len(result.excluded) > LISTED:
+        shown = list(result.excluded[:MAX_LISTED])
+        if len(result.excluded) > MAX_LISTED:
             shown.append(f"... ({len(result.excluded)} in all)")
         foot += ["left out:", *(printable(f"  {text}") for text in shown)]
     return foot

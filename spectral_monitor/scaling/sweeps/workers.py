@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from spectral_monitor.scaling.batches import SweepError
-from spectral_monitor.scaling.sweeps.arguments import integer, positive
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 
 PAUSES = 0.02, 1.0
@@ -172,16 +171,15 @@ def _threads(wanted: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_executor(executor: Any, processes: Any, recipe: SweepConfig) -> None:
+def check_executor(executor: Any, processes: int, recipe: SweepConfig) -> None:
     """Refuse what cannot run points, before anything is trained.
 
     Raises:
         SweepError: saying what an executor needs, or which function cannot be sent to it.
     """
-    count = positive("processes", processes)
-    if executor is not None and count > 1:
+    if executor is not None and processes > 1:
         raise SweepError("processes= and executor= are two ways to say where points run: give one of them")
-    if executor is None and count == recipe.processes_per_point == 1:
+    if executor is None and processes == recipe.processes_per_point == 1:
         return
     if executor is not None and (isinstance(executor, type) or not isinstance(executor, Executor)):
         kind = f"the class {executor.__name__}" if isinstance(executor, type) else f"a {type(executor).__name__}"
@@ -233,7 +231,7 @@ def trained(
     if executor is not None:
         yield from _submitted(recipe, keys, executor, torch.get_num_threads(), kept)
         return
-    workers = min(integer(processes) or 1, len(keys))
+    workers = min(processes, len(keys))
     if workers < 2:
         yield from (map(recipe.train, keys) if recipe.processes_per_point == 1 else _by_several(recipe, keys, kept))
         return
