@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
 import torch
 
 from spectral_monitor import LayerInfo, Measurement
+from spectral_monitor.cli.commands.compare import answer
 from tests.cli.logged_runs import FAULTY, FILE, fails, fault, logged, measured, said
 
 
@@ -122,3 +124,17 @@ def test_either_path_can_be_wrong(place, run, tmp_path, capsys):
     paths = [run, run]
     paths[place] = tmp_path / "nowhere"
     assert "no file or folder" in fails(["compare", *paths], capsys)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ({"x": (math.nan, math.nan)}, "nothing can be compared: lr is NaN in both runs"),
+        ({"x": (math.nan, 0.3), "y": (1.0, 2.0)}, "x differs most: lr is nan in A and 0.3 in B"),
+        ({"x": (0.3, math.nan)}, "x differs most: lr is 0.3 in A and nan in B"),
+        ({"x": (1.0, 1.0), "y": (math.nan, math.nan)}, "no layer's lr differs by more than 1x"),
+    ],
+)
+def test_what_is_nan_in_one_run_differs_and_in_both_it_cannot_be_compared(pairs, said):
+    empty = Measurement(1, (), {}, {})
+    assert answer(empty, empty, "lr", pairs, list(pairs)) == said

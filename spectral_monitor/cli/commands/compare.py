@@ -98,7 +98,7 @@ def answer(
         where = "the network" if verdict.layer == NETWORK else verdict.layer
         more = len({(side, v.cause, v.layer) for side, v in only}) - 1
         return f"{where} is off in {run} only: {verdict.sentence}" + (f" (and {more} more)" if more else "")
-    if not names or (not math.isfinite(_distance(pairs[names[0]])) and math.isnan(pairs[names[0]][0])):
+    if not names or _distance(pairs[names[0]]) < 0:
         return f"nothing can be compared: {key} is NaN in both runs"
     first = names[0]
     apart, (x, y) = _distance(pairs[first]), pairs[first]
