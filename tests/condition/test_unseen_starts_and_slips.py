@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.condition import Judge
+from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.optimizers.rates import rates
 from spectral_monitor.measurement import LayerInfo
 from tests.condition.synthetic import LAYERS, WATCHFUL, measured, set_by, verdicts_on
@@ -399,6 +399,23 @@ def test_units_between_two_constant_matrices_stay_alike_and_that_is_told_at_once
         assert frozen or len(found) == told, "and nothing else is"
     units = model[2].weight.detach()
     assert frozen or (float((units - units[0]).abs().max()) < 1e-3) == told, "and it is so"
+
+
+def test_units_that_other_faults_have_made_alike_are_not_told_as_constants():
+    """Nor are those of a run that goes on, whose beginning is known."""
+    alike = {key: {"b": 8.0 / 2, "c": 8.0 * 2} for key in ("weight_natural", "update_natural")}
+    alike["update_fro"] = {"b": 8.0, "c": 8.0}
+    judge = Judge(SpectralCondition())
+    judge.judge(measured(1))
+    for _ in range(2):
+        assert not any(verdict.cause == "symmetric" for verdict in judge.judge(measured(2, **alike)))
+        state, judge = judge.state_dict(), Judge(SpectralCondition())
+        judge.load_state_dict(state)
+    judge = Judge(SpectralCondition())
+    judge.judge(measured(1, **alike))
+    state, judge = judge.state_dict(), Judge(SpectralCondition())
+    judge.load_state_dict(state)
+    assert any(verdict.cause == "symmetric" for verdict in judge.judge(measured(2, **alike)))
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def why(change, lr=0.05, dtype=torch.float64, accumulated=1, **settings):
     with probe.step(accumulated=accumulated):
         (model(x, y) / accumulated).backward()
         optimizer.step()
-    return probe.latest.summary["edge"], probe.latest.why("edge", SUMMARY), probe.latest.why("critical_lr", SUMMARY)
+    return probe.latest.summary["edge"], probe.latest.why("edge"), probe.latest.why("critical_lr", SUMMARY)
 
 
 def test_what_is_not_known_is_nan_and_says_why():
