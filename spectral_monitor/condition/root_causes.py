@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +35,7 @@ DEAD = frozenset({"dead", "unmoved"})
 CUT_OFF = frozenset({"dead_input", "dead_above"})
 """Causes of layers that get no gradient because another layer blocks it."""
 TOGETHER = 3
-"""From this number of layers on, one cause of :data:`BEGINNING` makes a single root."""
+"""From this number of layers on, one cause of :data:`BEGINNING` makes a single root, and so do vanishing gradients."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
             best[key] = replace(case, told=_after_the_cause(case.told))
     groups: dict[object, list[Case]] = defaultdict(list)
     followers: list[Case] = []
-    beginning = [case for case in best.values() if rank(case.told.code) == 1]
-    many = {code for code in BEGINNING if sum(case.told.code == code for case in beginning) >= TOGETHER}
+    counts = Counter(case.told.code for case in best.values())
+    many = {code for code in BEGINNING | {"vanishing"} if counts[code] >= TOGETHER}
     for case in best.values():
         root = rank(case.told.code) == first or (first == 0 and case.told.code in BEGINNING - {"rounding"})
         if root or (first == 1 and case.told.code == "diverged"):

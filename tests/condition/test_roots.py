@@ -98,8 +98,9 @@ def test_what_was_wrong_before_the_first_step_stands_beside_the_settings():
 
 
 @pytest.mark.parametrize(("count", "roots"), [(2, 2), (3, 1)])
-def test_one_slip_made_in_three_layers_is_one_root(count, roots):
-    found, _ = tree(*[case(f"x{i}", "weights_too_large") for i in range(count)])
+@pytest.mark.parametrize("code", ["weights_too_large", "vanishing"])
+def test_one_slip_made_in_three_layers_is_one_root(code, count, roots):
+    found, _ = tree(*[case(f"x{i}", code) for i in range(count)])
     assert len(found) == roots
     assert len({layers for layers, _ in found.values()}) == roots
 
