@@ -540,7 +540,7 @@ def test_a_probe_batch_is_kept_and_resumed_with_its_first_samples():
     state = probe.state_dict()
     saved = state["tensors"]["probe"]
     assert saved["part"] is True
-    assert [h.shape for calls in saved["outputs"].values() for _, h, _ in calls] == [(FEW, WIDTH), (FEW, 5)]
+    assert [h.shape for calls in saved["outputs"].values() for _, h, *_ in calls] == [(FEW, WIDTH), (FEW, 5)]
     assert saved["again"]["args"][2][0][1].shape == (FEW, WIDTH)
     model = copy.deepcopy(probe._engine.model)
     model.sizes = Sizes()

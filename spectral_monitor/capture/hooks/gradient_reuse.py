@@ -41,8 +41,8 @@ class GradientReuse:
         self._handles: list[GradientHook] = []
         self._watched: dict[int, Tensor] = {}  # optimizer -> its parameter
         self._looked_at: dict[int, int] = {}  # optimizer -> id of the parameter that was watched last
-        # Optimizer -> gradient after its latest step or the latest measured one, and 1 if a step has used it.
-        self._left: dict[int, tuple[ReferenceType[Tensor], int, Tensor]] = {}
+        # Optimizer -> gradient after its latest step, or with what was added since, and 1 if a step has used that.
+        self._left: dict[int, tuple[ReferenceType[Tensor], int, Tensor | None]] = {}
         self._found: dict[int, Tensor] = {}  # since its latest step: 1 used before, 0 new, NaN unknown
         self._known: dict[int, Tensor] = {}  # found, but not reported yet
 
@@ -101,8 +101,8 @@ class GradientReuse:
         """
         left, version, used = self._left.get(key, (None, -1, None))
         unknown = torch.full((), torch.nan, device=held.device)
-        if left is not None and used is not None and left() is held and held._version == version:
-            return torch.where(held.any(), used, unknown)
+        if left is not None and left() is held and held._version == version:
+            return torch.where(held.any(), torch.ones_like(unknown) if used is None else used, unknown)
         return torch.where(held.any(), unknown, torch.zeros_like(unknown))
 
     def stepping(self, optimizer: Optimizer) -> Tensor | None:
@@ -129,11 +129,11 @@ class GradientReuse:
         """Note what a step leaves behind."""
         key = id(optimizer)
         self._left.pop(key, None)
-        if (p := self._watched.get(key)) is not None:
-            self._leave(key, torch.ones((), device=p.device))
+        if key in self._watched:
+            self._leave(key, None)
 
-    def _leave(self, key: int, used: Tensor) -> None:
-        """Remember a gradient that is there now, and whether a step has used it."""
+    def _leave(self, key: int, used: Tensor | None) -> None:
+        """Remember a gradient that is there now, and whether a step has used it; ``None`` where one just has."""
         gradient = self._watched[key].grad
         if gradient is not None and not gradient.is_sparse:
             self._left[key] = ref(gradient), gradient._version, used
