@@ -62,7 +62,7 @@ class Whole:
         # Part of the learning rate by which Adam moved an entry in the first steps; 0 if unknown, 1 without a fault.
         self._share = 0.0
         self._gain = 0.0  # gain of the median layer's initial weights as the forward pass uses them; 0 if unknown
-        self._symmetric: bool | None = None  # whether weights began as constants; None before the first measurement
+        self._symmetric: bool | None = None  # whether weights began as constants; None before the first update
         self._bad_batch = False  # whether weights were in order when no layer's outputs were finite
 
     @property
@@ -87,9 +87,10 @@ class Whole:
                 return
         yield from _parametrization(network)
         alike = _is_symmetric(network)
-        if self._symmetric is None:  # decided once: other faults take weights there later
+        moves = any(row.get("update_natural") > 0 for row in network.peers)
+        if self._symmetric is None and moves:  # decided once: other faults take weights there later
             self._symmetric = alike and network.is_early
-        yield _certain("symmetric", "weight_natural", alike and self._symmetric, "random weights")
+        yield _certain("symmetric", "weight_natural", alike and bool(self._symmetric), "random weights")
         yield from self._weights(network)
         yield from _collapse(network)
         yield from self._pace.findings(network)
@@ -137,8 +138,13 @@ class Whole:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        remembered = {"stale": self._stale, "eps_share": self._share, "gain": self._gain, "bad_batch": self._bad_batch}
-        remembered["symmetric"] = bool(self._symmetric)
+        remembered = {
+            "stale": self._stale,
+            "eps_share": self._share,
+            "gain": self._gain,
+            "bad_batch": self._bad_batch,
+            "symmetric": bool(self._symmetric),
+        }
         own = {key: value for key, value in remembered.items() if value}
         return {key: value for trend in self._trends for key, value in trend.state_dict().items()} | own
 

@@ -55,12 +55,12 @@ class ABC:
 
     @property
     def init_exponents(self) -> tuple[Fraction, ...]:
-        """Of n in the standard deviation of each matrix as it is applied, ``-(a_l + b_l)``."""
+        """Exponents of n in the standard deviation of each matrix as it is applied, ``-(a_l + b_l)``."""
         return tuple(-(a + b) for a, b in zip(self.a, self.b, strict=True))
 
     @property
     def lr_exponents(self) -> tuple[Fraction, ...]:
-        """Of n in the learning rate of each matrix as it is applied, ``-(2 a_l + c)``, for SGD."""
+        """Exponents of n in the learning rate of each matrix as it is applied, ``-(2 a_l + c)``, for SGD."""
         return tuple(-(2 * a + self.c) for a in self.a)
 
     def shifted(self, theta: Exponent) -> ABC:
