@@ -81,7 +81,11 @@ def one_step(network: nn.Sequential, x: Tensor, labels: Tensor) -> Row:
     with torch.no_grad():
         for p, value in zip(network.parameters(), before, strict=True):
             p.copy_(value)
-    return {key: probe.latest.value(key, LAYER) for key in KEYS}
+    row = {key: probe.latest.value(key, LAYER) for key in KEYS}
+    if len(x) == 1:
+        # The probe gives no stable rank of a single row, for it is 1 whatever the row holds.
+        row |= dict.fromkeys(("input_stable_rank", "backward_stable_rank"), 1.0)
+    return row
 
 
 def mean_by_batch(rows: Sequence[Row], key: str, activation: str) -> tuple[list[int], np.ndarray, np.ndarray]:
