@@ -34,8 +34,10 @@ DEAD = frozenset({"dead", "unmoved"})
 """Causes of layers without a gradient."""
 CUT_OFF = frozenset({"dead_input", "dead_above"})
 """Causes of layers that get no gradient because another layer blocks it."""
+AS_ONE = BEGINNING | {"vanishing", "exploding"}
+"""Causes that many layers show where one thing is wrong with the network."""
 TOGETHER = 3
-"""From this number of layers on, one cause of :data:`BEGINNING` makes a single root, and so do vanishing gradients."""
+"""From this number of layers on, one cause of :data:`AS_ONE` makes a single root."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     groups: dict[object, list[Case]] = defaultdict(list)
     followers: list[Case] = []
     counts = Counter(case.told.code for case in best.values())
-    many = {code for code in BEGINNING | {"vanishing"} if counts[code] >= TOGETHER}
+    many = {code for code in AS_ONE if counts[code] >= TOGETHER}
     for case in best.values():
         root = rank(case.told.code) == first or (first == 0 and case.told.code in BEGINNING - {"rounding"})
         if root or (first == 1 and case.told.code == "diverged"):

@@ -64,7 +64,7 @@ def test_a_loss_that_comes_back_is_of_steps_that_are_too_large():
     assert (verdict.quantity, verdict.value) == ("loss", 1.4)
     assert verdict.band == (0.0, pytest.approx(0.6))
     assert "the loss is 1.4 at step 17, and it was 0.2 before" in verdict.sentence
-    assert verdict.remedy.value == pytest.approx(1 / 8), "to a healthy step: 0.5 / 0.06"
+    assert verdict.remedy.value == pytest.approx(1 / 10), "20 times the root of 0.5, in one digit"
 
 
 def test_a_loss_that_does_not_fall_is_of_steps_that_are_too_large_where_they_are():
@@ -93,7 +93,7 @@ def test_a_loss_that_comes_back_under_steps_of_ordinary_size_is_left_alone():
 
 
 def test_steps_of_ordinary_size_that_all_point_one_way_are_not_called_too_large():
-    way = [every(0.05, "update_ratio") | every(0.05 * step, "drift_ratio") for step in range(1, 900, 40)]
+    way = [every(0.05, "update_ratio") | every(0.05 * step, "drift_ratio") for step in range(1, 1800, 40)]
     judge, found = Judge(SpectralCondition()), []
     for k, change in enumerate(way):
         verdicts = judge.judge(measured(1 + 40 * k, **change))
@@ -117,8 +117,8 @@ def test_steps_of_ordinary_size_that_all_point_one_way_are_not_called_too_large(
     ],
 )
 def test_what_tells_one_direction_is_the_size_of_steps_and_the_part_of_their_sum(ratio, way, cause):
-    changes = [every(ratio, "update_ratio") | every(way * ratio * (900 + k), "drift_ratio") for k in range(6)]
-    assert set(told(*changes, start=900)[-1]) == {cause}
+    changes = [every(ratio, "update_ratio") | every(way * ratio * (1800 + k), "drift_ratio") for k in range(6)]
+    assert set(told(*changes, start=1800)[-1]) == {cause}
 
 
 def test_only_the_way_of_the_weights_tells_one_direction():

@@ -98,7 +98,7 @@ def test_what_was_wrong_before_the_first_step_stands_beside_the_settings():
 
 
 @pytest.mark.parametrize(("count", "roots"), [(2, 2), (3, 1)])
-@pytest.mark.parametrize("code", ["weights_too_large", "vanishing"])
+@pytest.mark.parametrize("code", ["weights_too_large", "vanishing", "exploding"])
 def test_one_slip_made_in_three_layers_is_one_root(code, count, roots):
     found, _ = tree(*[case(f"x{i}", code) for i in range(count)])
     assert len(found) == roots

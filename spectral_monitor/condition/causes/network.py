@@ -9,10 +9,13 @@ from typing import NamedTuple
 from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import ALIKE, GAINS, Network
-from spectral_monitor.condition.optimizers.rates import HEALTHY_STEP
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median
 
+TOO_FAST = 20.0
+"""A learning rate is too large by about this times the root of the median layer's relative update: steps that are too
+large lead to larger ones, so updates grow faster than the rate.
+"""
 ORDINARY = 0.1
 """Many healthy networks reach a relative update of this size in the median layer."""
 ONE_WAY = (0.7, 2.0)
@@ -66,7 +69,7 @@ def of_network(finding: Finding, network: Network, history: History) -> Explanat
 
 def _divisor(pace: float, least: float) -> float:
     """Return the factor, in one digit, to divide learning rates by for healthy steps; at least ``least``."""
-    return max(least, float(f"{max(pace / HEALTHY_STEP, 1.0):.1g}")) if 0 < pace < math.inf else max(least, 10.0)
+    return max(least, float(f"{TOO_FAST * math.sqrt(pace):.1g}")) if 0 < pace < math.inf else max(least, 10.0)
 
 
 def _far(finding: Finding, network: Network) -> str:

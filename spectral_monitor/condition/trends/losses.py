@@ -48,7 +48,10 @@ class LossTrend:
         yield from self._overshooting(measurement)
 
     def _lost_ground(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
-        """Compare the loss with the first and the lowest one, in a network whose steps are large."""
+        """Compare the loss with the first and the lowest one, in a network whose steps are large.
+
+        With several optimizers losses may compete and need not fall. They are not to rise either.
+        """
         loss = measurement.summary.get("loss", math.nan)
         if not self._losses and network.is_early and not math.isnan(loss):
             self._losses = loss, loss
@@ -56,7 +59,8 @@ class LossTrend:
             return
         first, lowest = self._losses
         if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING:
-            limits = [(PROGRESS * first, f"it began with {first:.2g} and should have fallen")]
+            least = (RETURN if len(network.parts) > 1 else PROGRESS) * first
+            limits = [(least, f"it began with {first:.2g} and should have fallen")]
             if loss >= SMALL_PART * first:
                 limits.append((RETURN * lowest, f"it was {lowest:.2g} before"))
             limit, against = min(limits)
