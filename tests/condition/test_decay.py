@@ -53,6 +53,30 @@ def test_what_is_advised_takes_a_ten_thousandth_in_a_step(optimizer, fields, val
     assert ("part of the gradient" in verdict.sentence) == (optimizer == "Adam")
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "fields", "taken"),
+    [
+        ("SGD", {"weight_decay": 10.0}, 0.1),  # lr 0.01
+        ("SGD", {"weight_decay": 2.0, "momentum": 0.9}, 0.2),
+        ("SGD", {"weight_decay": 200.0}, 2.0),
+        ("AdamW", {"weight_decay": 30.0}, 0.3),
+        ("Adam", {"weight_decay": 30.0}, None),  # part of a normalized gradient
+        ("SGD", {"weight_decay": 200.0, "frozen": True}, None),
+    ],
+)
+@pytest.mark.parametrize("with_norms", [True, False])
+def test_decay_that_takes_more_than_a_tenth_in_a_step_is_told_by_the_settings(optimizer, fields, taken, with_norms):
+    """At the first step, whatever was measured; a tenth itself is no more than a tenth."""
+    still = {"contribution": dict.fromkeys(LAYERS, 0.0)} if fields.get("frozen") else {}
+    run = [measured(1, **still, **({} if with_norms else {"weight_fro": {}}))]
+    found = [verdict for verdict in told(run, optimizer, **fields) if verdict.cause == "decay_too_large"]
+    assert len(found) == (taken is not None and taken > 0.1)
+    if found:
+        assert found[0].ratio == pytest.approx(taken)
+        assert f"takes away {100 * taken:.0f} % of its weights in each step: use about" in found[0].sentence
+        assert found[0].remedy.action == "set_weight_decay"
+
+
 def test_under_a_correction_the_rate_that_counts_is_the_corrected_one():
     every = {"lr": dict.fromkeys(("a", "b", "c", "head"), 0.1), "lr_multiplier": dict.fromkeys(("a", "b", "c"), 10.0)}
     run = [measured(m.step, weight_fro={"b": float(m.value("weight_fro", "b"))}, **every) for m in shrinking(0.05)]
@@ -81,11 +105,12 @@ def test_weights_that_shrink_as_far_in_a_long_run_are_healthy():
     assert not told(shrinking(0.0005, steps=steps), "Adam", weight_decay=0.05)
 
 
-def test_a_weight_that_is_gone_is_told_and_one_that_was_zero_is_not():
+def test_a_weight_that_decay_can_take_is_told_and_one_that_was_zero_is_not():
     gone = [measured(1), *(measured(k, weight_fro={"b": 0.0}) for k in STEPS[1:])]
-    assert [verdict.layer for verdict in told(gone, weight_decay=50.0)] == ["b"]
+    assert not told(gone, weight_decay=9.0), "decay that takes 9 % in a step has not done that"
+    assert len(told(gone, weight_decay=50.0)) == 1
     zero = [measured(k, weight_fro={"b": 0.0 if k < 32 else 1.0}) for k in STEPS]
-    assert not told(zero, weight_decay=50.0)
+    assert not told(zero, weight_decay=9.0)
 
 
 def test_under_adam_most_weights_must_go_for_decay_to_be_blamed():

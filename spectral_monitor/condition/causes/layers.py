@@ -262,10 +262,12 @@ def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if not row.settings.decoupled and row.settings.family != "sgd":
         usual, how = COUPLED, "it is part of the gradient there, so use about {}, or AdamW with 0.01"
     usual = float(f"{min(usual, decay / 10):.1g}")
+    done = f"has taken its weights down to {short(finding.ratio)} of the size they began with"
+    if finding.quantity == "lr":
+        done = f"takes away {100 * finding.ratio:.0f} % of its weights in each step"
     return Explanation(
         "decay_too_large",
-        f"weight decay {number(decay)} of {row.settings.optimizer or 'its optimizer'} has taken its weights down to "
-        f"{short(finding.ratio)} of the size they began with: {how.format(number(usual))}",
+        f"weight decay {number(decay)} of {row.settings.optimizer or 'its optimizer'} {done}: {how.format(number(usual))}",
         Remedy("set_weight_decay", (row.name,), usual),
     )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.measurement import Measurement
@@ -19,6 +19,10 @@ weights, a hundred times as slowly.
 """
 SPAN = 8
 """Steps over which the loss of norm is averaged: a single step may shorten a small weight by as much."""
+TAKEN = 0.1
+"""Part of a weight that decay may take in a step; what gradients add is then forgotten after ten. Published settings
+take a thousandth at most.
+"""
 EXPLAINED = 1 / 3
 """Part of that loss which decay must explain, if the settings tell how much it takes."""
 TINY = 1e-300
@@ -34,10 +38,16 @@ class DecayTrend:
         self._fast: set[str] = set()  # layers that have shrunk fast
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
-        """Yield the remaining part of each weight that decays, healthy or not."""
+        """Yield what decay takes in a step if that is too much, else the remaining part of each weight that decays."""
+        rows = [row for row in network.rows if row.info.is_matrix and row.settings.weight_decay > 0]
+        too_much = {row.name: taken for row in rows if (taken := _decay_of_step(row)) > TAKEN}
+        for row in rows:
+            if row.name in too_much and row.is_trained:
+                lr, against = _rate(row), "the rate at which decay takes the whole weight"
+                yield Finding("decay", row.name, "lr", lr, lr / too_much[row.name], (0.0, TAKEN), AT_ONCE, against)
         if "weight_fro" not in measurement.values:
             return
-        decaying = [row for row in network.rows if row.info.is_matrix and row.settings.weight_decay > 0]
+        decaying = [row for row in rows if row.name not in too_much]
         for row in decaying:
             self._look(row, network.step)
         left = {row.name: self._left(row) for row in decaying}
@@ -88,7 +98,7 @@ class DecayTrend:
 def _explains(row: Row, lost: float) -> bool:
     """Return whether decay may explain this loss of size in a step; what is not known counts as an explanation."""
     if not math.isnan(taken := _decay_of_step(row)):
-        return taken >= EXPLAINED * min(lost, 1.0)
+        return taken >= EXPLAINED * lost
     # Decay is normalized with the gradient, so it must be as large as the gradient.
     entry = row.get("weight_fro") / math.sqrt(math.prod(row.info.shape))
     return not row.settings.weight_decay * entry < EXPLAINED * row.gradient_entry
@@ -102,6 +112,11 @@ def _decay_of_step(row: Row) -> float:
     settings = row.settings
     if not settings.decoupled and settings.family != "sgd":
         return math.nan
-    rate = row.get("lr")
-    taken = settings.weight_decay * (settings.lr if math.isnan(rate) else rate)
+    taken = settings.weight_decay * _rate(row)
     return taken if settings.decoupled else taken / max(1 - settings.momentum, 1e-3)
+
+
+def _rate(row: Row) -> float:
+    """Return the present learning rate, with the correction's multiplier."""
+    rate = row.get("lr")
+    return row.settings.lr if math.isnan(rate) else rate
