@@ -15,7 +15,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameter
 from spectral_monitor.condition.references import width_transfer
 from spectral_monitor.condition.root_causes import Case, verdicts
 from spectral_monitor.condition.row import columns
-from spectral_monitor.condition.settings import SpectralCondition
+from spectral_monitor.condition.settings import NAMED_BY, SpectralCondition
 from spectral_monitor.condition.states import Seen, layer_states
 from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.decay import DecayTrend
@@ -30,28 +30,6 @@ VERSION = 5
 """Version of the saved state."""
 OF_NO_SIZE = frozenset({"rate", "vector_rate", "dead", "left_out", "logits_exploding", "attention_collapsed"})
 """Checks that do not look at the size of an update."""
-NAMED_BY = {
-    "rate": "rates",
-    "vector_rate": "rates",
-    "reference": "updates",
-    "embedding": "embeddings",
-    "grown": "exploding",
-    "cut_off": "dead",
-    "loss_returns": "rates_too_large",
-    "sgd_rule": "rates",
-    "ntk": "rates",
-    "features_vanish": "features",
-    "features_collapsed": "features",
-    "faded": "schedule",
-    "warmup": "schedule",
-    "eval_mode": "modes",
-    "dropout": "modes",
-    "loss_input": "loss",
-    "features_grow": "rates_too_large",
-    "symmetric": "weights",
-    "large_weights": "weights",
-}
-"""Check -> its name in ``SpectralCondition(ignore=[...])``, where the two differ."""
 
 
 @dataclass

@@ -47,6 +47,29 @@ CHECKS = (
     "loss",
 )
 """Names of all checks; ``SpectralCondition(ignore=[...])`` turns some off."""
+NAMED_BY = {
+    "rate": "rates",
+    "vector_rate": "rates",
+    "reference": "updates",
+    "embedding": "embeddings",
+    "grown": "exploding",
+    "cut_off": "dead",
+    "loss_returns": "rates_too_large",
+    "beyond_loss": "rates_too_large",
+    "sgd_rule": "rates",
+    "ntk": "rates",
+    "features_vanish": "features",
+    "features_collapsed": "features",
+    "faded": "schedule",
+    "warmup": "schedule",
+    "eval_mode": "modes",
+    "dropout": "modes",
+    "loss_input": "loss",
+    "features_grow": "rates_too_large",
+    "symmetric": "weights",
+    "large_weights": "weights",
+}
+"""Check -> its name in ``SpectralCondition(ignore=[...])``, where the two differ."""
 
 
 @helpful_settings

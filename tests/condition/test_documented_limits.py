@@ -239,6 +239,18 @@ def test_a_loss_is_held_against_the_first_and_the_lowest_in_networks_that_race()
     assert loss_returns(last=first * 2 * (1 + JUST), losses=(2.0, 1.5))
 
 
+def test_what_steps_promise_is_held_against_the_loss():
+    line = next(line for line in PAGE.splitlines() if "the same, with its gradients" in line)
+    (count,), (most,) = numbers(line.rpartition(" | ")[0])[:1], numbers(line.rpartition(" | ")[2])
+
+    def promises(part, count=int(count)):
+        return is_off("beyond_loss", *[{"summary": {"loss": 2.0, "loss_change_predicted": -2.0 * part}}] * count)
+
+    assert not promises(most * (1 - JUST))
+    assert promises(most * (1 + JUST))
+    assert not promises(most * 9, count=int(count) - 1)
+
+
 def test_what_must_last_has_lasted_for_as_many_measurements_and_steps_as_stated():
     count, steps = numbers(row_of("readout_takes_all")[1])
     assert lasting_share(count=int(count), steps=int(steps))

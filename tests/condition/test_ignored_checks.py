@@ -6,8 +6,7 @@ import pytest
 
 from spectral_monitor import LayerInfo
 from spectral_monitor.condition import Judge, SpectralCondition
-from spectral_monitor.condition.judge import NAMED_BY
-from spectral_monitor.condition.settings import CHECKS
+from spectral_monitor.condition.settings import CHECKS, NAMED_BY
 from tests.condition.synthetic import LAYERS, heavy, measured, nothing, set_by
 
 FAR = {"update_natural": {"b": 10.0}}

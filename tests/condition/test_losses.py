@@ -92,6 +92,40 @@ def test_a_loss_that_comes_back_under_steps_of_ordinary_size_is_left_alone():
     assert not any(told(*losses(2.0, *[0.2] * 15, *[1.4] * 9, ratio=0.05)))
 
 
+def promises(*parts, loss=2.0):
+    """Steps that would by their gradients take these parts of the loss off it."""
+    return [{"summary": {"loss": loss, "loss_change_predicted": -part * loss}} for part in parts]
+
+
+def test_steps_that_would_take_more_off_the_loss_than_there_is_are_too_large():
+    found = told(*promises(4.0, 9.0, 0.1, 9.0, 8.0))
+    assert [set(some) for some in found] == [set()] * 4 + [{"rates_too_large"}], "the median of five"
+    verdict = found[-1]["rates_too_large"]
+    assert (verdict.quantity, verdict.value) == ("loss_change_predicted", 8.0)
+    assert "by its gradient each step would take 8 times the loss off it, more than there is" in verdict.sentence
+    assert not any(told(*promises(*[2.9] * 9))), "three times at most"
+    assert not any(told(*promises(*[-9.0] * 9))), "uphill, as momentum goes now and then"
+
+
+def test_where_the_loss_is_known_to_go_below_zero_zero_is_no_end_of_it():
+    assert not any(told(*promises(9.0, loss=-2.0), *promises(*[9.0] * 9)))
+    assert not any(told(*promises(*[9.0] * 9, loss=0.0)))
+    unknown = [{"summary": {"loss": 2.0, "loss_change_predicted": math.nan}}] * 9
+    assert not any(told(*unknown))
+
+
+def test_what_steps_promised_is_part_of_the_state():
+    one, other = Judge(SpectralCondition()), Judge(SpectralCondition())
+    *before, last = promises(*[9.0] * 5)
+    for step, change in enumerate(before, 1):
+        one.judge(measured(step, **change))
+    other.load_state_dict(one.state_dict())
+    assert [verdict.cause for verdict in other.judge(measured(5, **last))] == ["rates_too_large"]
+    one.judge(measured(5, **promises(1.0, loss=-1.0)[0]))
+    other.load_state_dict(one.state_dict())
+    assert not other.judge(measured(6, **last))
+
+
 def test_steps_of_ordinary_size_that_all_point_one_way_are_not_called_too_large():
     way = [every(0.05, "update_ratio") | every(0.05 * step, "drift_ratio") for step in range(1, 1800, 40)]
     judge, found = Judge(SpectralCondition()), []

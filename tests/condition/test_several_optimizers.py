@@ -111,6 +111,18 @@ def test_losses_of_networks_that_compete_may_stay_where_they_began(several, loss
     assert ("rates_too_large" in {verdict.cause for verdict in found}) == is_told
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_one_of_several_losses_says_nothing_of_what_all_steps_promise(several):
+    layers = network()
+    settings = settings_of(layers) if several else set_by("Adam", layers=layers)
+    judge = Judge(SpectralCondition())
+    for step in range(1, 8):
+        found = judge.judge(
+            measured(step, layers=layers, summary={"loss": 1.0, "loss_change_predicted": -9.0}), settings
+        )
+    assert ("rates_too_large" in {verdict.cause for verdict in found}) != several
+
+
 @pytest.mark.parametrize("count", [3, 4])
 @pytest.mark.parametrize(
     ("steps", "cause", "named"), [((0.0005, 0.05), "lr_too_small", GENERATOR), ((0.06, 6.0), "lr_too_large", CRITIC)]

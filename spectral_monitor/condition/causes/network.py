@@ -76,6 +76,8 @@ def _far(finding: Finding, network: Network) -> str:
     """Describe in words how far the network has moved."""
     if finding.quantity == "loss":
         return f"the loss is {finding.value:.2g} at step {network.step}, and {finding.against}"
+    if finding.quantity == "loss_change_predicted":
+        return f"by its gradient each step would take {short(finding.value)} times the loss off it, more than there is"
     if finding.quantity == "feature_rms":
         return f"the outputs of a hidden layer have grown to RMS {short(finding.value)} by step {network.step}"
     return f"weights have moved {short(finding.value)} times the size they began with by step {network.step}"
@@ -312,6 +314,7 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
     "loss_returns": _too_large,
+    "beyond_loss": _too_large,
     "global_lr_too_large": _overshoots,
     "rates_too_small": _too_small,
     "warmup": _warmup,

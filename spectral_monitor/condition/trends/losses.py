@@ -27,14 +27,20 @@ The edge stays below 1.3 in healthy networks, with momentum and small batches to
 rate settle there. Where gradients are not those of the loss (straight-through estimators, fixed targets) it may be 3 in
 healthy training, so the loss has to agree.
 """
+MOST_OF_LOSS = 3.0
+"""Where steps would by their gradients lower a loss by this times itself, the gradient holds for a part of them only.
+Healthy networks stay below 1, the median over :data:`EDGES` measurements.
+"""
 
 
 class LossTrend:
-    """Remembers losses, and the latest lengths of steps over the best length along their direction."""
+    """Remembers losses, how far beyond the best length the latest steps were, and what they promised."""
 
     def __init__(self) -> None:
         self._edges: list[tuple[float, float]] = []  # the latest known edges, each with its loss
         self._losses: tuple[float, ...] = ()  # the first and the lowest, if they are known
+        self._promised: list[float] = []  # parts of the loss that the latest steps would take off it to first order
+        self._signed = False  # whether the loss was below 0, so that 0 is nothing special
 
     def findings(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
         """Yield the findings on the loss, healthy or not.
@@ -46,6 +52,7 @@ class LossTrend:
         """
         yield from self._lost_ground(measurement, network, pace)
         yield from self._overshooting(measurement)
+        yield from self._promising(measurement, network)
 
     def _lost_ground(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
         """Compare the loss with the first and the lowest one, in a network whose steps are large.
@@ -83,11 +90,28 @@ class LossTrend:
             against = "the step after which the loss is lowest"
             yield Finding("global_lr_too_large", NETWORK, "edge", median, 1.0, (0.0, EDGE), 1.5, against)
 
+    def _promising(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
+        """Yield the part of the loss that the latest steps would take off it by their gradients, their median.
+
+        With several optimizers there may be several losses, of which only one is known.
+        """
+        change, loss = (measurement.summary.get(key, math.nan) for key in ("loss_change_predicted", "loss"))
+        self._signed |= loss < 0
+        if loss > 0 and not math.isnan(change):
+            self._promised = [*self._promised, -change / loss][-EDGES:]
+        if len(self._promised) < EDGES or self._signed or len(network.parts) > 1:
+            return
+        value = max(statistics.median(self._promised), 0.0)
+        against = "the loss itself"
+        yield Finding("beyond_loss", NETWORK, "loss_change_predicted", value, 1.0, (0.0, MOST_OF_LOSS), 1.5, against)
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        return {"losses": list(self._losses), "edges": [list(pair) for pair in self._edges]}
+        found = {"losses": list(self._losses), "edges": [list(pair) for pair in self._edges]}
+        return found | ({"promised": self._promised, "signed": self._signed} if self._promised else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._losses = tuple(map(float, state.get("losses", ())))
         self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]
+        self._promised, self._signed = list(map(float, state.get("promised", ()))), bool(state.get("signed", False))
