@@ -267,7 +267,8 @@ def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
         done = f"takes away {100 * finding.ratio:.0f} % of its weights in each step"
     return Explanation(
         "decay_too_large",
-        f"weight decay {number(decay)} of {row.settings.optimizer or 'its optimizer'} {done}: {how.format(number(usual))}",
+        f"weight decay {number(decay)} of {row.settings.optimizer or 'its optimizer'} {done}: "
+        + how.format(number(usual)),
         Remedy("set_weight_decay", (row.name,), usual),
     )
 
