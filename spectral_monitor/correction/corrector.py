@@ -273,6 +273,7 @@ class Corrector:
             size, aim = seen[k], wanted[k] * rates[k] / before  # as it should have been
             if seen[k] > 0:
                 after = multiplier.right(measurement.step, seen[k], rates[k], wanted[k])
+                after = min(after, self.wanted.most(layer, wanted[k]))
             else:
                 size = remnant(measurement, quantity, layer, i, aim)
                 if not size >= 0:

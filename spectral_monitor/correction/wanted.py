@@ -210,6 +210,17 @@ class WantedUpdates:
             return 0.0, high * multiplier.lowest
         return low * wanted / most, high * wanted / least
 
+    def most(self, layer: Layer, wanted: float) -> float:
+        """Return the highest multiplier that small updates may lead to; infinity if any.
+
+        Under Adam updates are small where gradients of different batches disagree, as in every network that is past its
+        first steps. A multiplier makes up for that until steps have the wanted size if every entry moves by the learning
+        rate, each its own way. Beyond that it would raise noise, not steps.
+        """
+        if not self._correction.of_peak or not layer.info.is_dense or self.family(layer) != "adam":
+            return math.inf
+        return wanted / explained(layer, "adam")[0]
+
     def flagged(self, measurement: Measurement) -> set[str] | None:
         """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""
         if self._correction.policy != "balance":
