@@ -213,9 +213,9 @@ class WantedUpdates:
     def most(self, layer: Layer, wanted: float) -> float:
         """Return the highest multiplier that small updates may lead to; infinity if any.
 
-        Under Adam updates are small where gradients of different batches disagree, as in every network that is past its
-        first steps. A multiplier makes up for that until steps have the wanted size if every entry moves by the learning
-        rate, each its own way. Beyond that it would raise noise, not steps.
+        Under Adam updates are small where gradients of different batches disagree, as in every network past its first
+        steps. A multiplier makes up for that until steps would have the wanted size if every entry moved by the
+        learning rate, each its own way. Beyond that it would raise noise.
         """
         if not self._correction.of_peak or not layer.info.is_dense or self.family(layer) != "adam":
             return math.inf

@@ -469,3 +469,24 @@ def test_under_sgd_they_follow_the_gradient():
     found, of = multipliers(probe, "2"), sizes(probe)["2"]
     assert 0.05 < found[60] / found[44] < 0.2
     assert of[59] == pytest.approx(of[43], rel=0.35)
+
+
+@pytest.mark.parametrize(("size", "capped"), [(0.1, True), ("lr", False)])
+def test_under_adam_multipliers_make_up_for_small_updates_only_so_far(size, capped):
+    """One entry alone has a gradient: the update is a ninth of that of entries which each go their own way.
+
+    Half of the size, as of a constant rate. Where sizes are the user's learning rates they are met.
+    """
+    network, lr = perceptron(), 0.05
+    only = torch.zeros(80, 96)
+    only[3, 5] = 1.0
+    network[2].weight.register_hook(lambda grad: grad * only)
+    probe, _ = run(adam(lr), network=network, size=size)
+    wanted = probe._supervisor._corrector.wanted
+    layer = next(layer for layer in wanted.layers if layer.info.name == "2")
+    assert (wanted.most(layer, 1.0) == pytest.approx(96**-0.5)) == capped
+    apart = wanted.size * wanted.share(layer) / 96**0.5 * (CONSTANT / lr if capped else 1.0)
+    if capped:
+        assert probe.multipliers["2"] == pytest.approx(apart, rel=1e-3)
+    else:
+        assert probe.multipliers["2"] > 4 * apart
