@@ -83,7 +83,8 @@ class Corrector:
         self.correction = correction
         self._layers = tuple(layers)
         self._optimizers = tuple(optimizers)
-        self._unmeasured = frozenset(unmeasured if correction.of_peak else ())
+        measured = {source for layer in layers for source in layer.sources}  # as parts of a normalized weight are
+        self._unmeasured = frozenset(unmeasured if correction.of_peak else ()) - measured
         self._units = contribution_blocks(layers) if correction.policy == "fsc" else units(layers)
         self._leaders = [self._layers[unit.leader] for unit in self._units]
         self.wanted = WantedUpdates(correction, self._layers, hyperparameters(layers, optimizers))

@@ -121,6 +121,16 @@ def test_the_advice_follows_the_root_of_the_median_step(ratio, by):
     assert found["rates_too_large"].remedy.value == pytest.approx(1 / by)
 
 
+def test_under_a_correction_it_is_the_size_that_is_to_change():
+    multiplied = {"lr_multiplier": dict.fromkeys(EVERY, 2.0)}
+    far = every(9.0, "drift_ratio") | every(0.6, "update_ratio") | multiplied
+    (found,) = told(far, ignore=["exploding"])
+    text = 'divide the size of the correction, or every learning rate if that is "lr", by about 20'
+    assert text in found["rates_too_large"].sentence
+    (found,) = told(every(math.inf, "weight_natural") | multiplied)
+    assert text.replace("about 20", "10") in found["diverged"].sentence
+
+
 def test_the_largest_step_so_far_counts_and_nan_does_not():
     large, small = every(3.0, "update_ratio"), every(0.1, "update_ratio")
     gone = {"update_ratio": nothing(*EVERY)}

@@ -83,8 +83,10 @@ def _far(finding: Finding, network: Network) -> str:
     return f"weights have moved {short(finding.value)} times the size they began with by step {network.step}"
 
 
-def _rates(finding: Finding) -> str:
-    """Name the learning rates that should change."""
+def _rates(finding: Finding, network: Network) -> str:
+    """Name the learning rates that should change, or the setting of the correction that they follow."""
+    if network.corrected:
+        return 'the size of the correction, or every learning rate if that is "lr",'
     if not finding.layers:
         return "every learning rate"
     return f"every learning rate of the optimizer that trains {finding.layers[0]}"
@@ -103,7 +105,7 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
     by = _divisor(pace, 3.0)
     return Explanation(
         "rates_too_large",
-        f"{seen}: steps are too large; divide {_rates(finding)} by about {by:.0f}",
+        f"{seen}: steps are too large; divide {_rates(finding, network)} by about {by:.0f}",
         Remedy("scale_lr", finding.layers, 1 / by),
     )
 
@@ -149,7 +151,7 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     return Explanation(
         "rates_too_small",
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply "
-        f"{_rates(finding)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}"
+        f"{_rates(finding, network)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}"
         + ", or clip gradients less"
         * clipped,
         Remedy("scale_lr", finding.layers, by),
@@ -179,7 +181,7 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
     return Explanation(
         "diverged",
         "weights, updates or outputs are NaN or inf, or so large that they soon will be: go back to a checkpoint and "
-        f"divide every learning rate by {by:.0f}",
+        f"divide {_rates(finding, network)} by {by:.0f}",
         Remedy("scale_lr", (), 1 / by),
     )
 
