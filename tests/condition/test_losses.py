@@ -158,7 +158,9 @@ def test_what_tells_one_direction_is_the_size_of_steps_and_the_part_of_their_sum
 def test_only_the_way_of_the_weights_tells_one_direction():
     """Outputs of RMS 50 are no way, although 1000 steps of a twentieth make 50 too."""
     grown = Finding("features_grow", NETWORK, "feature_rms", 50.0, 40.0, (0.0, 1.0))
-    explained = causes._too_large(grown, SimpleNamespace(step=1000, corrected=False), causes.History(0.05, math.nan, ""))
+    explained = causes._too_large(
+        grown, SimpleNamespace(step=1000, corrected=False), causes.History(0.05, math.nan, "")
+    )
     assert explained.code == "rates_too_large"
 
 

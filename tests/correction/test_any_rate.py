@@ -294,7 +294,7 @@ def test_parts_of_a_normalized_weight_are_measured_with_it():
     network = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(70, 8)))
     probe = SpectralProbe(network, torch.optim.SGD(network.parameters(), lr=0.1), mode="correct", quantities="light")
     assert len(list(network.parameters())) == 3
-    assert probe._supervisor.decision.endswith("a step then changes a layer's outputs by about 4.4 %")
+    assert probe._supervisor.decision.endswith("a step then changes a layer's outputs by about 47 %")
 
 
 class Waves(nn.Module):
