@@ -130,6 +130,17 @@ def test_where_most_are_not_trained_it_is_meant_if_they_were_trained_before(left
     assert not train(model, without(model, *left))
 
 
+def test_gates_that_begin_at_zero_and_that_no_optimizer_holds():
+    """As those of adaLN-zero: all that is behind them gets no gradient, so few layers move."""
+    model = Blocks()
+    for block in model.blocks:
+        nn.init.zeros_(block[3].weight)
+    gates = {p for block in model.blocks for p in block[3].parameters()}
+    found = train(model, [{"params": [p for p in model.parameters() if p not in gates], "weight_decay": 0.0}])
+    (root,) = (verdict for verdict in found.values() if verdict.is_root)
+    assert (root.cause, set(root.layers)) == ("left_out", {f"blocks.{k}.3" for k in range(4)})
+
+
 @pytest.mark.parametrize("how", ["frozen", "held by none"])
 def test_half_of_the_blocks_may_be_frozen_but_not_get_gradients_in_vain(how):
     model = Blocks()
