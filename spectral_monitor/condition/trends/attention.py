@@ -44,8 +44,9 @@ class AttentionTrend:
                 yield Finding("attention_collapsed", name, key, entropy, 1.0, band, AT_ONCE, "a healthy head")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        return {"smallest": dict(self._smallest), "collapsed": dict(self._collapsed)}
+        """Return plain types; empty where there is no attention."""
+        found = {"smallest": dict(self._smallest), "collapsed": dict(self._collapsed)}
+        return found if any(found.values()) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, which is empty if an older version saved it."""

@@ -98,7 +98,8 @@ class LossTrend:
         change, loss = (measurement.summary.get(key, math.nan) for key in ("loss_change_predicted", "loss"))
         self._signed |= loss < 0
         if loss > 0 and not math.isnan(change):
-            self._promised = [*self._promised, -change / loss][-EDGES:]
+            part = float(f"{-change / loss:.6g}")  # checkpoints are to be small
+            self._promised = [*self._promised, part][-EDGES:]
         if len(self._promised) < EDGES or self._signed or len(network.parts) > 1:
             return
         value = max(statistics.median(self._promised), 0.0)
@@ -107,8 +108,9 @@ class LossTrend:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        found = {"losses": list(self._losses), "edges": [list(pair) for pair in self._edges]}
-        return found | ({"promised": self._promised, "signed": self._signed} if self._promised else {})
+        edges = [list(pair) for pair in self._edges]
+        found = {"losses": list(self._losses), "edges": edges, "promised": self._promised, "signed": self._signed}
+        return {key: value for key, value in found.items() if value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""

@@ -99,11 +99,11 @@ class OutputTrend:
             "smallest": self._smallest,
             **({"late": True} if self._late else {}),
             "distance": self._distance,
-            "large_outputs": self.large_outputs,
+            **({"large_outputs": self.large_outputs} if self.large_outputs else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._first, self._smallest = dict(state["first"]), float(state.get("smallest", 0.0))
         self._late, self._distance = bool(state.get("late", False)), float(state.get("distance", 0.0))
-        self.large_outputs = str(state["large_outputs"])
+        self.large_outputs = str(state.get("large_outputs", ""))
