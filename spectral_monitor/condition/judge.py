@@ -264,7 +264,8 @@ class Judge:
         self.began = tuple(
             verdict
             for verdict in roots
-            if (verdict.layer, verdict.cause) not in self._announced and not layers & set(verdict.layers)
+            if not self._announced & {(name, verdict.cause) for name in (verdict.layer, *verdict.layers)}
+            and not (verdict.layers and layers >= set(verdict.layers))
         )
         self.ended = tuple(sorted(layers - lasting))
         lasting |= {NETWORK} & off

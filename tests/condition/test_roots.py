@@ -173,6 +173,23 @@ def test_of_several_layers_with_one_root_none_warns_again_when_the_worst_is_heal
     assert (set(root.layers), judge.began, judge.ended) == ({"a", "b"}, (), ("c",))
 
 
+def test_a_cause_of_more_layers_than_were_told_warns():
+    """That one of them was told for another reason is no reason to be silent of the others."""
+    judge = Judge(WATCHFUL)
+
+    def look(step, **lr):
+        settings = set_by("Adam", layers=MANY, lr=lr)
+        settings |= {name: replace(settings[name], group=0) for name in "abc"}
+        return judge.judge(measured(step, layers=MANY, lr=lr, **FAR), settings)
+
+    (first,) = look(1)
+    assert (first.layer, judge.began) == ("b", (first,))
+    (root,) = (verdict for verdict in look(2, a=5.0, b=5.0, c=5.0) if verdict.is_root)
+    assert (root.cause, set(root.layers), judge.began) == ("lr_too_large", {"a", "b", "c"}, (root,))
+    look(3, a=5.0, b=5.0, c=5.0)
+    assert judge.began == ()
+
+
 def test_what_follows_does_not_warn():
     judge = Judge(WATCHFUL)
     judge.judge(measured(1, lr={"b": 1.0}, update_natural={"b": 10.0, "c": 400.0}))
