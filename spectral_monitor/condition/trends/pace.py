@@ -90,7 +90,7 @@ class PaceTrend:
         whose = _names(farthest) if 0 < too_far < len(parts) else ()
         band, against = (0.0, 1.0), "a healthy pace"
         yield Finding(
-            "rates_too_large", NETWORK, "drift_ratio", farthest.drift, usual, band, 2.0, against, layers=whose
+            "rates_too_large", NETWORK, "drift_ratio", farthest.drift, usual, band, 1.25, against, layers=whose
         )
 
     def _slowness(self, network: Network) -> Iterator[Finding]:
