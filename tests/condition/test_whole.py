@@ -109,7 +109,8 @@ def test_steps_are_too_large_where_weights_have_moved_more_than_the_root_of_thei
     (found,) = told(every(2.1 * usual, "drift_ratio"), start=step)
     assert set(found) == {"rates_too_large"}
     assert found["rates_too_large"].ratio == pytest.approx(2.1)
-    slowly = told(*[every(1.2 * usual, "drift_ratio")] * 3, start=step)  # log(1.2) / log(1.25) = 0.82, then less
+    apart = [every(1.15 * 1.8 * math.sqrt(step + k), "drift_ratio") for k in range(3)]
+    slowly = told(*apart, start=step)  # log(1.15) / log(1.25) = 0.63 each
     assert ["rates_too_large" in found for found in slowly] == [False, True, True]
 
 
