@@ -35,14 +35,14 @@ Row = dict[str, Any]
 
 
 def rows_of(doc: str) -> tuple[list[Row], Path]:
-    """A row for each step, and the folder for the figure, as the command line asks."""
+    """Return a row for each step, and the folder for the figure, as the command line asks."""
     args = arguments(doc)
     torch.set_num_threads(1)
     return list(sweep(args.data, **(QUICK if args.quick else FULL))), args.out
 
 
 def sweep(data: Path | None, sizes: Sequence[int], trials: int) -> Iterator[Row]:
-    """Every trial has a new network and new images; a larger batch has those of the smaller ones too."""
+    """Yield a row for each step. Every trial has a new network and new images; larger batches hold the smaller ones."""
     pixels, labels, what = images(data)
     sizes = [size for size in sizes if size <= len(pixels)]
     print(f"{what}: batches of up to {sizes[-1]}")
@@ -70,7 +70,7 @@ def perceptron(activation: str, inputs: int) -> nn.Sequential:
 
 
 def one_step(network: nn.Sequential, x: Tensor, labels: Tensor) -> Row:
-    """What the probe sees at layer 2; nothing of it depends on the learning rate, and the step is taken back."""
+    """Return what the probe sees at layer 2; none of it depends on the learning rate, and the step is undone."""
     before = [p.detach().clone() for p in network.parameters()]
     optimizer = SGD(network.parameters(), lr=0.1)
     probe = SpectralProbe(network, optimizer, quantities=KEYS, include=[LAYER], max_rows=None, tol=1e-3, mode="observe")
@@ -89,14 +89,14 @@ def one_step(network: nn.Sequential, x: Tensor, labels: Tensor) -> Row:
 
 
 def mean_by_batch(rows: Sequence[Row], key: str, activation: str) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Batch sizes, and over trials the means and standard deviations."""
+    """Return batch sizes, and the means and standard deviations over trials."""
     sizes = sorted({row["batch"] for row in rows})
     values = [[row[key] for row in rows if (row["activation"], row["batch"]) == (activation, size)] for size in sizes]
     return sizes, np.mean(values, axis=1), np.std(values, axis=1, ddof=1)
 
 
 def panel(axes: Axes, rows: Sequence[Row], key: str, title: str, label: str) -> None:
-    """Means and one standard deviation on either side, for both activations."""
+    """Draw means and one standard deviation on either side, for both activations."""
     for name, color in COLORS.items():
         sizes, mean, deviation = mean_by_batch(rows, key, name)
         axes.plot(sizes, mean, color=color, marker="o", ms=3.5, lw=1.8, label=name)

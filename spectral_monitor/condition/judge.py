@@ -252,6 +252,7 @@ class Judge:
     def _announce(self, result: tuple[Verdict, ...]) -> None:
         """Find the roots that begin, and the layers that are healthy again.
 
+        A root is no news if one of its layers was told its cause, or if all of them were told one.
         A layer has not ended while it follows from another root or has no value. Nor has a cause of the network that
         gives way to another one, as too large steps do to divergence and back.
         """

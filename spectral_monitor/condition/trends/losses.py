@@ -91,7 +91,7 @@ class LossTrend:
             yield Finding("global_lr_too_large", NETWORK, "edge", median, 1.0, (0.0, EDGE), 1.5, against)
 
     def _promising(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
-        """Yield the part of the loss that the latest steps would take off it by their gradients, their median.
+        """Yield the median part of the loss that the latest steps would take off it by their gradients.
 
         With several optimizers there may be several losses, of which only one is known.
         """
@@ -103,8 +103,8 @@ class LossTrend:
         if len(self._promised) < EDGES or self._signed or len(network.parts) > 1:
             return
         value = max(statistics.median(self._promised), 0.0)
-        against = "the loss itself"
-        yield Finding("beyond_loss", NETWORK, "loss_change_predicted", value, 1.0, (0.0, MOST_OF_LOSS), 1.5, against)
+        band, against = (0.0, MOST_OF_LOSS), "the loss itself"
+        yield Finding("beyond_loss", NETWORK, "loss_change_predicted", value, 1.0, band, 1.5, against)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
