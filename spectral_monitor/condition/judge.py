@@ -115,13 +115,17 @@ class Judge:
         return self._zero_start.why
 
     def judge(
-        self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None = None
+        self,
+        measurement: Measurement,
+        settings: Mapping[str, Hyperparameters] | None = None,
+        forgotten: tuple[str, ...] = (),
     ) -> tuple[Verdict, ...]:
         """Return the present verdicts, roots first, the worst first.
 
         Args:
             measurement: the next measurement.
             settings: layer -> its optimizer's settings at that step.
+            forgotten: parameters other than matrices that get gradients but that no optimizer holds.
 
         Raises:
             ValueError: the reference is a profile of another model, or a pattern of ``expected`` matches no layer.
@@ -129,7 +133,7 @@ class Judge:
         if self._expected is None:
             self.condition.check(measurement.layers, settings)
             self._expected = self.condition.factors(measurement.layers)
-        network = self._read(measurement, settings)
+        network = replace(self._read(measurement, settings), forgotten=forgotten)
         everything = tuple(self._all(measurement, network))
         measured = _measured(measurement)
         self.findings = tuple(f for f in everything if f.quantity in measured)

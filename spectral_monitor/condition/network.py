@@ -64,6 +64,7 @@ class Network:
         initial_sizes: layer -> gain of its weights over the usual one when it was first measured; for an
             embedding, the size of its largest row.
         loss: loss of the step; NaN if it is not known.
+        forgotten: parameters other than matrices that get gradients but that no optimizer holds.
     """
 
     step: int
@@ -78,6 +79,7 @@ class Network:
     largest_steps: Mapping[str, float] = field(default_factory=dict)
     initial_sizes: Mapping[str, float] = field(default_factory=dict)
     loss: float = math.nan
+    forgotten: tuple[str, ...] = ()
 
     @classmethod
     def read(

@@ -11,6 +11,7 @@ from typing import Any
 from spectral_monitor.condition.causes import History
 from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, NOT_ZERO, Finding
 from spectral_monitor.condition.network import ALIKE, GAINS, Network
+from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.trends.losses import LossTrend
@@ -91,6 +92,7 @@ class Whole:
         if self._symmetric is None and moves:  # decided once: other faults take weights there later
             self._symmetric = alike and network.is_early
         yield _certain("symmetric", "weight_natural", alike and bool(self._symmetric), "random weights")
+        yield _certain("left_out", "update_natural", _forgets(network), OTHERS)
         yield from self._weights(network)
         yield from _collapse(network)
         yield from self._pace.findings(network)
@@ -184,6 +186,16 @@ def _collapse(network: Network) -> Iterator[Finding]:
     if network.step >= SETTLED and network.fresh and len(spreads) >= THIRD:
         least = max(spreads[len(spreads) // THIRD], ALIKE / 100)
         yield Finding("features_collapsed", NETWORK, "input_stable_rank", least, 1.0, (ALIKE, math.inf), 256, "usual")
+
+
+def _forgets(network: Network) -> bool:
+    """Return whether a new network's biases, gains or the like are held by no optimizer, though matrices are trained.
+
+    Where matrices get gradients in vain too, they are told instead, or they belong to a network that serves as a loss.
+    """
+    trains = any(row.settings.owner >= 0 and row.get("update_natural") > 0 for row in network.rows)
+    matrices = any(row.settings.forgotten for row in network.rows)
+    return bool(network.forgotten) and network.fresh and trains and not matrices
 
 
 def _is_in_use(gain: float, network: Network) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from spectral_monitor.condition import Judge, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
+from spectral_monitor.condition.optimizers.forgotten import Forgotten
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.plans import Plan
 from spectral_monitor.condition.optimizers.recipe import describe
@@ -52,6 +53,7 @@ class Supervisor:
         condition.check((layer.info for layer in engine.anatomy.layers), self._hyperparameters())
         self._judge = Judge(condition, tied)
         self.settings: dict[str, Hyperparameters] = {}
+        self._forgotten = Forgotten(_other_parameters(engine))
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
         self._last: frozenset[str] = frozenset()
@@ -258,7 +260,8 @@ class Supervisor:
             summary.pop("edge", None)
         if key in values:
             values[key] = values[key] / torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])
-        verdicts = self._judge.judge(replace(measurement, values=values, summary=summary), settings)
+        forgotten = self._forgotten.names(self._engine.optimizers.optimizers)
+        verdicts = self._judge.judge(replace(measurement, values=values, summary=summary), settings, forgotten)
         return tuple(
             replace(v, value=v.value * share, band=(v.band[0] * share, v.band[1] * share))
             if (share := expected.get(v.layer, 1.0)) != 1.0 and v.quantity == key
@@ -302,6 +305,14 @@ class Supervisor:
             self._corrector.load_state_dict(state["corrector"])
             self._report.resume()
             self._engine.multipliers = self._corrector.by_layer()
+
+
+def _other_parameters(engine: Engine) -> dict[str, nn.Parameter]:
+    """Return the parameters that belong to no measured matrix and that the user has not excluded."""
+    matrices = {id(p) for layer in engine.anatomy.layers if layer.info.is_matrix for p in layer.sources}
+    excluded = {item.name for item in engine.anatomy.unmeasured if item.reason.startswith(LEFT_OUT)}
+    named = engine.model.named_parameters()
+    return {name: p for name, p in named if id(p) not in matrices and name not in excluded}
 
 
 @cache

@@ -184,3 +184,72 @@ def test_a_frozen_teacher_may_have_gradients_of_its_own_training():
         p.grad = torch.ones_like(p)
         p.requires_grad_(False)
     assert not train(model, without(model, 1, 2))
+
+
+class Filtered(nn.Module):
+    """A filter of complex numbers, as in a Fourier neural operator, in front of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = Blocks()
+        self.filter = nn.Parameter(torch.randn(16, 16, dtype=torch.cfloat) / 16)
+
+    def forward(self, x):
+        return self.blocks(x + (x.cfloat() @ self.filter).real)
+
+
+def only(model, kept):
+    """The parameters that are kept."""
+    return [p for name, p in model.named_parameters() if kept(name, p)]
+
+
+VECTORS, FILTER = lambda name, p: p.ndim > 1, lambda name, p: name != "filter"
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        (VECTORS, "blocks.read.bias, blocks.blocks.0.0.weight, blocks.blocks.0.0.bias and 15 more"),
+        (FILTER, "filter"),
+    ],
+    ids=["biases and gains", "complex weights"],
+)
+def test_what_is_no_matrix_and_no_optimizer_holds(kept, told):
+    """As where parameters are sorted into groups with and without decay, and one is not passed on."""
+    model = Filtered()
+    (verdict,) = train(model, only(model, kept)).values()
+    it, it_has = ("it", "it has") if told == "filter" else ("them", "they have")
+    assert (verdict.layer, verdict.cause, verdict.remedy.action) == ("network", "left_out", "check")
+    assert verdict.sentence == (
+        f"gradients arrive at {told}, but no optimizer holds {it} and {it_has} never moved, though others are trained: "
+        f"pass {it} to the optimizer, or freeze {it} with requires_grad_(False)"
+    )
+
+
+def test_what_is_no_matrix_and_is_held_or_frozen():
+    model = Filtered()
+    assert not train(model)
+    model.filter.requires_grad_(False)
+    assert not train(model, only(model, FILTER))
+
+
+def test_what_is_no_matrix_and_is_updated_by_hand():
+    model = Filtered()
+
+    def step(module, inputs):
+        if model.filter.grad is not None:
+            with torch.no_grad():
+                model.filter -= 1e-3 * model.filter.grad
+            model.filter.grad = None
+
+    model.register_forward_pre_hook(step)
+    assert not train(model, only(model, FILTER))
+
+
+def test_what_is_no_matrix_of_a_network_that_was_trained_before():
+    """As a whole network that serves as a loss, or one of which only the weights are to change."""
+    model = Filtered()
+    for p in only(model, VECTORS):
+        if not p.is_complex():
+            p.data = torch.outer(p[:, 0], p[0]).detach()
+    assert not train(model, only(model, VECTORS))

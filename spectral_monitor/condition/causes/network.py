@@ -30,6 +30,8 @@ MOST, MOST_UNEVEN = 100.0, 10.0
 """The largest factor in such advice: under Adam, and under others, whose gradients grow with the features."""
 LARGE, USUAL_GAIN = 2.0, 0.6
 """Weights that began this many times above the largest usual gain explain small steps; a usual gain."""
+NAMES = 3
+"""Parameters that a sentence names."""
 HALVES = 0.5
 """With a median gain above this, weights are large enough to keep the size of features."""
 
@@ -107,6 +109,18 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
         "rates_too_large",
         f"{seen}: steps are too large; divide {_rates(finding, network)} by about {by:.0f}",
         Remedy("scale_lr", finding.layers, 1 / by),
+    )
+
+
+def _left_out(finding: Finding, network: Network, history: History) -> Explanation:
+    names = network.forgotten
+    some = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+    they, have = ("it", "it has") if len(names) == 1 else ("them", "they have")
+    return Explanation(
+        "left_out",
+        f"gradients arrive at {some}, but no optimizer holds {they} and {have} never moved, though others are trained: "
+        f"pass {they} to the optimizer, or freeze {they} with requires_grad_(False)",
+        Remedy("check"),
     )
 
 
@@ -328,5 +342,6 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "momentum": _momentum,
     "ntk": _ntk,
     "readout_takes_all": _readout,
+    "left_out": _left_out,
 }
 """Check -> function that explains it."""

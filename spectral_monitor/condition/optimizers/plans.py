@@ -16,6 +16,8 @@ from spectral_monitor.state.muted_warnings import muted_warnings
 
 FADED = 2e-3
 """Below this part of the highest learning rate hardly anything is learned."""
+FINAL = 0.02
+"""Healthy schedules stay above this part of the highest learning rate for half of training; some end at 0.01 of it."""
 CALLS = 32
 """Schedules with fewer values are too short to end too early."""
 
@@ -39,7 +41,7 @@ class Plan(NamedTuple):
     def of(cls, rates: Sequence[float]) -> Plan:
         """Return the plan of a schedule with these learning rates."""
         highest = max(rates)
-        working = max((k for k, rate in enumerate(rates) if rate > FADED * highest), default=len(rates) - 1)
+        working = max((k for k, rate in enumerate(rates) if rate > FINAL * highest), default=len(rates) - 1)
         long = len(rates) >= CALLS
         return cls(rates[0], highest, rates[0] < rates[-1] == highest, (working + 1) / len(rates) if long else 1.0)
 

@@ -1,0 +1,37 @@
+"""Biases, gains and other parameters without a measured matrix that no optimizer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Forgotten:
+    """Finds parameters that get gradients, though no optimizer holds them and nothing has changed them.
+
+    Args:
+        parameters: all that are to be watched, by name.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 2)
+        >>> forgotten = Forgotten(dict(model.named_parameters()))
+        >>> model(torch.ones(2)).sum().backward()
+        >>> forgotten.names([torch.optim.SGD([model.weight])])
+        ('bias',)
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._at_start = {name: (p, p._version) for name, p in parameters.items()}
+
+    def names(self, optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
+        """Return their names, in the order of the model; only reads."""
+        held: Collection[int] = {id(p) for some in optimizers for group in some.param_groups for p in group["params"]}
+        # Code that sets a parameter in place, such as an update written by hand, counts as an optimizer.
+        return tuple(
+            name
+            for name, (p, version) in self._at_start.items()
+            if p.requires_grad and p.grad is not None and id(p) not in held and p._version == version
+        )
