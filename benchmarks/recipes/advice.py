@@ -28,6 +28,8 @@ def follow(verdict: Verdict, fault: Fault, run: Run) -> bool:
             run.set_rate(layer, remedy.value)
     elif remedy.action == "scale_lr" and not remedy.layers:
         run.scale_rates(remedy.value)
+        for layer in remedy.spared:
+            run.scale_rate(f"{layer}*", 1 / remedy.value)
     elif remedy.action == "scale_lr":
         for layer in remedy.layers:
             run.scale_rate(f"{layer}*", remedy.value)

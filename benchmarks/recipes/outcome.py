@@ -103,6 +103,7 @@ def _advised(
         return math.nan
     remedy = told.verdict.remedy
     key = f"{key}--{told.verdict.cause}--{remedy.action if remedy else ''}--{remedy.value if remedy else 0:.3g}"
+    key += "--spared" if remedy is not None and remedy.spared else ""
     key += f"--{seed}" if seed != SEEDS[0] else ""
     return change(record.end, recorded(folder, key, lambda: run).end)
 

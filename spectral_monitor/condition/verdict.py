@@ -21,11 +21,13 @@ class Remedy:
             what the sentence names, which no setting of the optimizer mends.
         layers: whose; empty for all.
         value: as the action has it, to seven digits; NaN for ``"check"``.
+        spared: layers among these that keep what they have.
     """
 
     action: str
     layers: tuple[str, ...] = ()
     value: float = math.nan
+    spared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", float(f"{self.value:.7g}"))

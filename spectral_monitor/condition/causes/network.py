@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spectral_monitor.condition.causes.explanation import Explanation
+from spectral_monitor.condition.causes.silent import forgotten
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import ALIKE, GAINS, Network
 from spectral_monitor.condition.verdict import Remedy, short
@@ -30,8 +31,10 @@ MOST, MOST_UNEVEN = 100.0, 10.0
 """The largest factor in such advice: under Adam, and under others, whose gradients grow with the features."""
 LARGE, USUAL_GAIN = 2.0, 0.6
 """Weights that began this many times above the largest usual gain explain small steps; a usual gain."""
-NAMES = 3
-"""Parameters that a sentence names."""
+EMBEDDING_STEP = 0.5
+"""Embeddings whose largest row takes at most this natural step keep their rates where the others' are too large: with
+up to 0.4 development recipes end lower that way, with 1.2 higher.
+"""
 HALVES = 0.5
 """With a median gain above this, weights are large enough to keep the size of features."""
 
@@ -85,13 +88,24 @@ def _far(finding: Finding, network: Network) -> str:
     return f"weights have moved {short(finding.value)} times the size they began with by step {network.step}"
 
 
-def _rates(finding: Finding, network: Network) -> str:
+def _rates(finding: Finding, network: Network, spared: tuple[str, ...] = ()) -> str:
     """Name the learning rates that should change, or the setting of the correction that they follow."""
     if network.corrected:
         return 'the size of the correction, or every learning rate if that is "lr",'
-    if not finding.layers:
-        return "every learning rate"
-    return f"every learning rate of the optimizer that trains {finding.layers[0]}"
+    every = "every learning rate but those of embeddings" if spared else "every learning rate"
+    return f"{every} of the optimizer that trains {finding.layers[0]}" if finding.layers else every
+
+
+def _spared(finding: Finding, network: Network) -> tuple[str, ...]:
+    """Return the embeddings that may keep their learning rates where steps are too large; all or none.
+
+    What suits an embedding does not depend on the width of the network, and rows are rarely moved.
+    """
+    rows = [row for row in network.rows if not finding.layers or row.name in finding.layers]
+    steps = {row.name: row.get("update_natural") * row.to_peak for row in rows if row.info.role == "embedding"}
+    moved = {name: step for name, step in steps.items() if step > 0}
+    usual = all(step <= EMBEDDING_STEP for step in moved.values())
+    return tuple(moved) if usual and len(steps) < len(rows) else ()
 
 
 def _too_large(finding: Finding, network: Network, history: History) -> Explanation:
@@ -104,23 +118,11 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
             "are not cleared, several steps for each batch, or targets or rewards far larger than the outputs",
             Remedy("check"),
         )
-    by = _divisor(pace, 3.0)
+    by, spared = _divisor(pace, 3.0), _spared(finding, network)
     return Explanation(
         "rates_too_large",
-        f"{seen}: steps are too large; divide {_rates(finding, network)} by about {by:.0f}",
-        Remedy("scale_lr", finding.layers, 1 / by),
-    )
-
-
-def _left_out(finding: Finding, network: Network, history: History) -> Explanation:
-    names = network.forgotten
-    some = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
-    they, have = ("it", "it has") if len(names) == 1 else ("them", "they have")
-    return Explanation(
-        "left_out",
-        f"gradients arrive at {some}, but no optimizer holds {they} and {have} never moved, though others are trained: "
-        f"pass {they} to the optimizer, or freeze {they} with requires_grad_(False)",
-        Remedy("check"),
+        f"{seen}: steps are too large; divide {_rates(finding, network, spared)} by about {by:.0f}",
+        Remedy("scale_lr", finding.layers, 1 / by, spared),
     )
 
 
@@ -342,6 +344,6 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "momentum": _momentum,
     "ntk": _ntk,
     "readout_takes_all": _readout,
-    "left_out": _left_out,
+    "left_out": lambda finding, network, history: forgotten(network),
 }
 """Check -> function that explains it."""
