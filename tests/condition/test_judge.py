@@ -256,7 +256,7 @@ def test_a_verdict_as_a_row_and_as_a_line():
 
 def test_a_remedy_without_a_value_has_none_in_a_row():
     verdict = Verdict("b", "update_natural", 0.0, (0.0, 1.0), 0.0, 1, 1, "dead", "", remedy=Remedy("check", ("b",)))
-    assert verdict.to_row()["remedy"] == {"action": "check", "layers": ("b",), "value": None}
+    assert verdict.to_row()["remedy"] == {"action": "check", "layers": ("b",), "value": None, "spared": ()}
 
 
 def test_limits_on_one_side():

@@ -159,21 +159,25 @@ def test_only_the_way_of_the_weights_tells_one_direction():
     """Outputs of RMS 50 are no way, although 1000 steps of a twentieth make 50 too."""
     grown = Finding("features_grow", NETWORK, "feature_rms", 50.0, 40.0, (0.0, 1.0))
     explained = causes._too_large(
-        grown, SimpleNamespace(step=1000, corrected=False), causes.History(0.05, math.nan, "")
+        grown, SimpleNamespace(step=1000, corrected=False, rows=()), causes.History(0.05, math.nan, "")
     )
     assert explained.code == "rates_too_large"
 
 
 def test_drift_without_a_step_has_no_direction():
     drift = Finding("rates_too_large", NETWORK, "drift_ratio", 90.0, 1.0, (0.0, 8.0))
-    explained = causes._too_large(drift, SimpleNamespace(step=9, corrected=False), causes.History(0.0, math.nan, ""))
+    explained = causes._too_large(
+        drift, SimpleNamespace(step=9, corrected=False, rows=()), causes.History(0.0, math.nan, "")
+    )
     assert explained.code == "rates_too_large"
 
 
 @pytest.mark.parametrize("pace", [math.nan, 0.0, math.inf])
 def test_without_a_pace_rates_are_divided_by_ten(pace):
     loss = Finding("loss_returns", NETWORK, "loss", 9.0, 1.0, (0.0, 1.0))
-    explained = causes.of_network(loss, SimpleNamespace(step=90, corrected=False), causes.History(pace, math.nan, ""))
+    explained = causes.of_network(
+        loss, SimpleNamespace(step=90, corrected=False, rows=()), causes.History(pace, math.nan, "")
+    )
     assert explained.remedy.value == pytest.approx(0.1)
 
 

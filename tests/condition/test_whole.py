@@ -118,8 +118,30 @@ def test_steps_are_too_large_where_weights_have_moved_more_than_the_root_of_thei
 def test_the_advice_follows_the_root_of_the_median_step(ratio, by):
     """20 times it; by three at least."""
     (found,) = told(every(9.0, "drift_ratio") | every(ratio, "update_ratio"), ignore=["exploding"])
-    assert f"divide every learning rate by about {by}" in found["rates_too_large"].sentence
+    assert f"divide every learning rate but those of embeddings by about {by}" in found["rates_too_large"].sentence
     assert found["rates_too_large"].remedy.value == pytest.approx(1 / by)
+
+
+@pytest.mark.parametrize(
+    ("change", "spared"),
+    [
+        ({}, ("tok",)),
+        ({"update_natural": {"tok": 0.5}}, ("tok",)),
+        ({"update_natural": {"tok": 0.6}}, ()),
+        ({"update_natural": {"tok": 0.05}, "peak": 0.2}, ()),
+        ({"update_natural": {"tok": 0.0}}, ()),
+        ({"update_natural": nothing("tok")}, ()),
+        ({"lr_multiplier": dict.fromkeys(EVERY, 2.0)}, ()),
+    ],
+    ids=["usual", "at most", "too large as well", "too large at its peak", "still", "unknown", "corrected"],
+)
+def test_embeddings_keep_their_rates_unless_they_take_too_large_steps_themselves(change, spared):
+    peak = change.pop("peak", 0.01)
+    far = every(9.0, "drift_ratio") | every(0.6, "update_ratio") | change
+    (found,) = told(far, settings=set_by(peak=peak), ignore=["exploding"])
+    verdict = found["rates_too_large"]
+    assert (verdict.remedy.layers, verdict.remedy.spared) == ((), spared)
+    assert ("every learning rate but those of embeddings by" in verdict.sentence) is bool(spared)
 
 
 def test_under_a_correction_it_is_the_size_that_is_to_change():

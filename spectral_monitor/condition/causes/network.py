@@ -105,7 +105,7 @@ def _spared(finding: Finding, network: Network) -> tuple[str, ...]:
     steps = {row.name: row.get("update_natural") * row.to_peak for row in rows if row.info.role == "embedding"}
     moved = {name: step for name, step in steps.items() if step > 0}
     usual = all(step <= EMBEDDING_STEP for step in moved.values())
-    return tuple(moved) if usual and len(steps) < len(rows) else ()
+    return tuple(moved) if usual and len(steps) < len(rows) and not network.corrected else ()
 
 
 def _too_large(finding: Finding, network: Network, history: History) -> Explanation:

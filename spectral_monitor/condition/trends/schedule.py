@@ -33,7 +33,9 @@ class ScheduleTrend:
         yield Finding("warmup", NETWORK, "lr", reached, 1.0, (HALF, math.inf), AT_ONCE)
         lasts = max((its.lasts for its in trained), default=1.0)
         if lasts < 1 / TIMES:
-            against = f"will have fallen below {100 * FINAL:.0f} % of its highest value after {100 * lasts:.2g} % of training"
+            against = (
+                f"will have fallen below {100 * FINAL:.0f} % of its highest value after {100 * lasts:.2g} % of training"
+            )
             yield Finding("faded", NETWORK, "lr", lasts, 1.0, (1 / TIMES, 1.0), AT_ONCE, against)
             return
         lr, step = network.top_lr, measurement.step
