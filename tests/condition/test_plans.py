@@ -251,7 +251,7 @@ STEP_DECAY = [
 @pytest.mark.parametrize("make", STEP_DECAY)
 def test_a_decay_in_epochs_that_counts_batches_is_told_at_once(make):
     (sentence,) = said(Module(make), cause="schedule_too_short", max_epochs=8)
-    seen = r"the learning rate will have fallen below 2 % of its highest value after (7.5|22|25) % of training: its schedule"
+    seen = r"the learning rate will have fallen below 2 % of its highest value after (7.5|22|25) % of training: its"
     assert re.match(seen, sentence)
     assert not said(Module(make, "epoch"), cause="schedule_too_short", max_epochs=8)
     assert not said(Module(make, "epoch"), cause="schedule_too_short", max_epochs=60), "as many as there may be"
