@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from spectral_monitor.layers.fused import ATTENTION, is_a, split_of
 from spectral_monitor.layers.layout import Kind, Layout
 from spectral_monitor.layers.recognition.bare_parameters import Use, use_of
-from spectral_monitor.layers.recognition.experts import experts_layout, is_experts_bias
+from spectral_monitor.layers.recognition.experts import experts_layout, is_bias_of_stack
 from spectral_monitor.layers.recognition.linear_lookalikes import InputsFirst, holds_one_matrix, linear_layout
 from spectral_monitor.measurement import DENSE
 
@@ -68,6 +68,8 @@ def classify(module: nn.Module, key: str, weight: Tensor, place: ModuleSlot | No
         return _split(guess, place)
     if len(shape) == 2 and (guess := _known_key(module, key, shape)):
         return guess
+    if is_bias_of_stack(module, key, shape):
+        return Guess(key, "vector", Layout("vector", shape))
     if known := experts_layout(module, key, shape):
         return Guess(key, "operator", known[0], note=known[1])
     if sum(size != 1 for size in shape) <= 1 and len(shape) != 2:
@@ -81,6 +83,10 @@ def classify(module: nn.Module, key: str, weight: Tensor, place: ModuleSlot | No
             note = "bare parameter, taken for a table (tokens, d)"
             return Guess(key, "embedding", Layout("linear", shape), note=note, bare=True)
         return Guess(key, "operator", Layout("linear", shape), note="bare parameter, taken for (out, in)", bare=True)
+    if len(shape) == 3 and (use := use_of(module, key, place, stack=True)) in ("linear", "transposed"):
+        kind: Kind = "experts" if use == "linear" else "experts_transposed"
+        each = f"multiplied as {'(out, in)' if use == 'linear' else '(in, out)'}"
+        return Guess(key, "operator", Layout(kind, shape, shape[0], shape[0]), note=f"{shape[0]} matrices, {each}")
     owner = type(module).__name__
     return Guess(key, reason=f"{len(shape)}-D parameter of {owner}: which axes are inputs and outputs is not known")
 
@@ -184,8 +190,6 @@ def _known_key(module: nn.Module, key: str, shape: tuple[int, ...]) -> Guess | N
         gates = next(kinds, 1) if not key.startswith("weight_hr") else 1
         note = f"{gates} gates" if gates > 1 else ""
         return Guess(key, "operator", Layout("linear", shape, gates), note=note)
-    if is_experts_bias(module, key, shape):
-        return Guess(key, "vector", Layout("vector", shape))
     return None
 
 

@@ -1,7 +1,8 @@
 """Read from the source of a module what it does with a parameter that it holds itself.
 
 A matrix ``w`` may be meant as ``x @ w`` or as ``w @ x``, as a table of rows, or as numbers that are added or multiplied
-entry by entry. Its shape does not tell. The line that uses it does.
+entry by entry. Its shape does not tell. The line that uses it does. So does it of matrices one behind the other, each
+of which multiplies inputs of its own, as in an ensemble.
 """
 
 from __future__ import annotations
@@ -25,25 +26,27 @@ _SAME = frozenset(
 )
 """Methods that leave a matrix what it is."""
 _TURNED = frozenset({"t", "transpose", "T", "mT", "adjoint", "mH", "H"})
+_LAST_TWO = ({"1", "2"}, {"-1", "-2"})
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv"})
 _JOINED = frozenset({"cat", "concat", "concatenate", "stack"})
 _SIZES = frozenset({"shape", "size", "device", "dtype", "ndim", "dim", "numel", "__len__"})
 """What a tensor says of itself without its entries."""
 
 
-def use_of(module: nn.Module, key: str, holder: tuple[nn.Module, str] | None = None) -> Use | None:
+def use_of(module: nn.Module, key: str, holder: tuple[nn.Module, str] | None = None, stack: bool = False) -> Use | None:
     """Return what the methods of a module do with its 2-D parameter ``key``; ``None`` if they do not agree or say.
 
     Args:
         module: that holds the parameter; a ``ParameterList`` or ``ParameterDict`` is looked at in its holder.
         key: the parameter's name in it.
         holder: the module that holds that one, and under which name.
+        stack: whether it is a 3-D parameter; the answer is that on each of its matrices (n, a, b).
     """
     listed = isinstance(module, (nn.ParameterList, nn.ParameterDict))
     if listed and holder is None:
         return None
     owner, name = holder if listed and holder else (module, key)
-    found = {use for function in _methods(type(owner).__mro__) for use in function.uses(name, listed)}
+    found = {use for function in _methods(type(owner).__mro__) for use in function.uses(name, listed, stack)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -76,10 +79,12 @@ class _Value:
     Attributes:
         turned: whether transposed.
         inside: whether it was multiplied with another weight, and is a part of that product.
+        stack: whether it is a stack of matrices.
     """
 
     turned: bool = False
     inside: bool = False
+    stack: bool = False
 
     def side(self, left: bool) -> Use:
         """Return what it is as a factor: ``w @ x`` takes (out, in), ``x @ w`` takes (in, out)."""
@@ -132,12 +137,12 @@ class _Function:
         owned = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.self_name
         return owned and (key is None or getattr(node, "attr", None) == key)
 
-    def uses(self, key: str, listed: bool = False) -> set[Use]:
+    def uses(self, key: str, listed: bool = False, stack: bool = False) -> set[Use]:
         """Return every use of ``self.<key>``, or of its items, that can be told."""
         places = [node for node in ast.walk(self.root) if self._is_own(node, key)]
         if listed:
             places = [item for place in places for item in self._items(place)]
-        return {use for place in places for use in self._follow(place, _Value(), set())}
+        return {use for place in places for use in self._follow(place, _Value(stack=stack), set())}
 
     def _items(self, place: ast.AST) -> list[ast.AST]:
         """Return what stands for an item of a list: one that is taken out, or the name of a loop over it."""
@@ -187,7 +192,8 @@ class _Function:
                     pass
                 case ast.Subscript() if parent.value is node:
                     kept = [_keeps_rows(index) for index in _indices(parent.slice)]
-                    after = value if all(kept) else set() if kept[0] else {"table"}
+                    one_of_stack = value.stack and not kept[0] and all(kept[1:])
+                    after = value if all(kept) or one_of_stack else set() if kept[0] or value.stack else {"table"}
                 case ast.List() | ast.Tuple():
                     call = self.parents[parent]
                     after = {"table"} if isinstance(call, ast.Call) and _called(call) in _JOINED else set()
@@ -213,6 +219,8 @@ class _Function:
                 return self._product(call, True, with_data, value, names)
             if with_data and name not in _SAME:
                 return _entry_by_entry(name)
+        if value.stack and name not in _SAME and not (name == "mT" or _swaps_last(call)):
+            return set()
         return replace(value, turned=not value.turned) if name in _TURNED else value
 
     def _product(self, parent: ast.AST, left: bool, with_data: bool, value: _Value, names: set[str]) -> set[Use]:
@@ -220,7 +228,7 @@ class _Function:
         side = value.side(left)
         if with_data:
             return {side}
-        found = self._follow(parent, _Value(inside=True), names) & {"linear", "transposed"}
+        found = self._follow(parent, _Value(inside=True, stack=value.stack), names) & {"linear", "transposed"}
         return found or (set() if value.inside else {side})
 
     def _argument(self, call: ast.Call, node: ast.AST, value: _Value) -> set[Use] | _Value:
@@ -236,7 +244,7 @@ class _Function:
             return {"table"}
         if name in _PRODUCTS and at in (0, 1):
             return {value.side(left=at == 0 and len(call.args) == 2)}
-        if name == "addmm" and at in (1, 2):
+        if name in ("addmm", "baddbmm") and at in (1, 2):
             return {value.side(left=at == 1)}
         if name == "einsum" and at is not None and isinstance(call.args[0], ast.Constant):
             found = _einsum(str(call.args[0].value), at - 1, value)
@@ -252,6 +260,12 @@ def _entry_by_entry(name: str) -> set[Use]:
     if name in {"add", "sub"}:
         return {"added"}
     return {"elementwise"} if name in {"mul", "div"} else set()
+
+
+def _swaps_last(call: ast.AST) -> bool:
+    """Return whether a call is ``transpose`` of the last two of three dimensions."""
+    arguments = [ast.unparse(argument) for argument in getattr(call, "args", ())]
+    return isinstance(call, ast.Call) and _called(call) == "transpose" and {*arguments} in _LAST_TWO
 
 
 def _called(call: ast.Call) -> str:
@@ -270,14 +284,17 @@ def _keeps_rows(index: ast.AST) -> bool:
 
 
 def _einsum(equation: str, at: int, value: _Value) -> set[Use]:
-    """Return what an equation such as ``"bi,io->bo"`` does with its operand ``at``."""
+    """Return what an equation such as ``"bi,io->bo"`` does with its operand ``at``, or with its last two axes."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     operands = inputs.split(",")
-    if not arrow or not 0 <= at < len(operands) or len(operands[at]) != 2 or "." in operands[at]:
+    if not arrow or not 0 <= at < len(operands) or len(operands[at]) != 2 + value.stack or "." in operands[at]:
         return set()
     elsewhere = set("".join(operands[:at] + operands[at + 1 :]))
-    summed = [letter in elsewhere and letter not in output for letter in operands[at]]
-    own = [letter in output and letter not in elsewhere for letter in operands[at]]
+    if value.stack and not (operands[at][0] in elsewhere and operands[at][0] in output):
+        return set()
+    letters = operands[at][-2:]
+    summed = [letter in elsewhere and letter not in output for letter in letters]
+    own = [letter in output and letter not in elsewhere for letter in letters]
     if summed[1] and own[0]:
         return {value.side(left=True)}
     if summed[0] and own[1]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from spectral_monitor.layers.fused import is_a
@@ -29,10 +31,15 @@ def experts_layout(module: nn.Module, key: str, shape: tuple[int, ...]) -> tuple
     return Layout(kind, shape, 2 * experts, experts, repeats=outputs // 2 if by_turns else 1), note
 
 
-def is_experts_bias(module: nn.Module, key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a matrix (experts, d) is the biases of such a parameter."""
-    owner = getattr(module, key.removesuffix("_bias"), None) if key.endswith("_bias") else None
-    return isinstance(owner, nn.Parameter) and owner.ndim == 3 and owner.shape[0] == shape[0]
+def is_bias_of_stack(module: nn.Module, key: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a parameter (n, d) or (n, 1, d) is the biases of a parameter (n, a, b) of the module."""
+    if key != "bias" and not key.endswith("_bias"):
+        return False
+    names = ("weight",) if key == "bias" else (key.removesuffix("_bias"), key.removesuffix("bias") + "weight")
+    owner = next((p for name in names if (p := module._parameters.get(name)) is not None), None)
+    if owner is None or owner.ndim != 3 or len(shape) not in (2, 3):
+        return False
+    return shape[0] == owner.shape[0] and shape[-1] in owner.shape[1:] and math.prod(shape[1:-1]) == 1
 
 
 def _is_transposed(module: nn.Module) -> bool | None:
