@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from spectral_monitor.layers.fused import ATTENTION, is_a, split_of
 from spectral_monitor.layers.layout import Kind, Layout
 from spectral_monitor.layers.recognition.bare_parameters import Use, use_of
-from spectral_monitor.layers.recognition.experts import experts_layout, is_bias_of_stack
+from spectral_monitor.layers.recognition.experts import experts_layout, fits_stack
 from spectral_monitor.layers.recognition.linear_lookalikes import InputsFirst, holds_one_matrix, linear_layout
 from spectral_monitor.measurement import DENSE
 
@@ -68,7 +68,7 @@ def classify(module: nn.Module, key: str, weight: Tensor, place: ModuleSlot | No
         return _split(guess, place)
     if len(shape) == 2 and (guess := _known_key(module, key, shape)):
         return guess
-    if is_bias_of_stack(module, key, shape):
+    if _is_bias_of_stack(module, key, shape, place):
         return Guess(key, "vector", Layout("vector", shape))
     if known := experts_layout(module, key, shape):
         return Guess(key, "operator", known[0], note=known[1])
@@ -89,6 +89,13 @@ def classify(module: nn.Module, key: str, weight: Tensor, place: ModuleSlot | No
         return Guess(key, "operator", Layout(kind, shape, shape[0], shape[0]), note=f"{shape[0]} matrices, {each}")
     owner = type(module).__name__
     return Guess(key, reason=f"{len(shape)}-D parameter of {owner}: which axes are inputs and outputs is not known")
+
+
+def _is_bias_of_stack(module: nn.Module, key: str, shape: tuple[int, ...], place: ModuleSlot | None) -> bool:
+    """Return whether a parameter is the biases of matrices one behind the other, by its shape and its name or use."""
+    if not fits_stack(module, shape):
+        return False
+    return key.endswith("bias") or use_of(module, key, place, stack=len(shape) == 3) == "added"
 
 
 def _used(module: nn.Module, key: str, shape: tuple[int, ...], use: Use) -> Guess:

@@ -164,6 +164,36 @@ def test_the_biases_of_a_stack_are_no_matrix(shape, role):
     ] == role
 
 
+class Mixture(nn.Module):
+    """Experts of one's own, whose biases are named as one likes."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.b1 = nn.Parameter(torch.randn(COUNT, WIDTH, 6)), nn.Parameter(torch.zeros(COUNT, 6))
+        self.w2, self.b2 = nn.Parameter(torch.randn(COUNT, 6, WIDTH)), nn.Parameter(torch.zeros(COUNT, 1, WIDTH))
+        self.scale = nn.Parameter(torch.ones(COUNT, 6))
+        self.keys = nn.Parameter(torch.randn(COUNT, WIDTH))
+
+    def forward(self, x):
+        chosen = (x[0] @ self.keys.t()).softmax(-1)
+        hidden = torch.relu(torch.bmm(x, self.w1) + self.b1[:, None]) * self.scale[:, None]
+        return torch.einsum("nk,kno->no", chosen, torch.bmm(hidden, self.w2) + self.b2)
+
+
+def test_biases_are_told_by_what_is_done_with_them():
+    model = Mixture()
+    model(torch.randn(COUNT, ROWS, WIDTH))
+    roles = {layer.info.name: (layer.info.role, layer.layout.kind) for layer in dissect(model).layers}
+    assert roles == {
+        "w1": ("operator", "experts_transposed"),
+        "b1": ("vector", "vector"),
+        "w2": ("operator", "experts_transposed"),
+        "b2": ("vector", "vector"),
+        "scale": ("vector", "vector"),
+        "keys": ("operator", "linear"),
+    }
+
+
 def test_norms_are_those_of_the_matrices():
     """Oracle: exact SVDs of all matrices of an ensemble, of which the largest counts."""
     torch.manual_seed(0)

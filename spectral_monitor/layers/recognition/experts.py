@@ -31,15 +31,12 @@ def experts_layout(module: nn.Module, key: str, shape: tuple[int, ...]) -> tuple
     return Layout(kind, shape, 2 * experts, experts, repeats=outputs // 2 if by_turns else 1), note
 
 
-def is_bias_of_stack(module: nn.Module, key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter (n, d) or (n, 1, d) is the biases of a parameter (n, a, b) of the module."""
-    if key != "bias" and not key.endswith("_bias"):
+def fits_stack(module: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Return whether a shape (n, d) or (n, 1, d) is that of the biases of a parameter (n, a, b) of the module."""
+    if len(shape) not in (2, 3) or math.prod(shape[1:-1]) != 1:
         return False
-    names = ("weight",) if key == "bias" else (key.removesuffix("_bias"), key.removesuffix("bias") + "weight")
-    owner = next((p for name in names if (p := module._parameters.get(name)) is not None), None)
-    if owner is None or owner.ndim != 3 or len(shape) not in (2, 3):
-        return False
-    return shape[0] == owner.shape[0] and shape[-1] in owner.shape[1:] and math.prod(shape[1:-1]) == 1
+    stacks = (p.shape for p in module._parameters.values() if p is not None and p.ndim == 3 and 1 not in p.shape[1:])
+    return any(shape[0] == stack[0] and shape[-1] in stack[1:] for stack in stacks)
 
 
 def _is_transposed(module: nn.Module) -> bool | None:
