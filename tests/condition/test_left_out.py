@@ -253,3 +253,17 @@ def test_what_is_no_matrix_of_a_network_that_was_trained_before():
         if not p.is_complex():
             p.data = torch.outer(p[:, 0], p[0]).detach()
     assert not train(model, only(model, VECTORS))
+
+
+def test_what_is_no_matrix_and_whose_optimizer_has_not_stepped_yet():
+    model = Filtered()
+    matrices = torch.optim.AdamW(only(model, FILTER), 1e-3)
+    rare = torch.optim.AdamW([model.filter], 1e-3)
+    probe = SpectralProbe(model, [matrices, rare], every_n_steps=1, mode="observe")
+    for _ in range(6):
+        x = torch.randn(32, 16)
+        with probe.step():
+            matrices.zero_grad()
+            functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            matrices.step()
+    assert not [verdict for verdict in probe.verdicts if verdict.cause == "left_out"]
