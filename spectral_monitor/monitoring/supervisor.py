@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from spectral_monitor.condition import Judge, SpectralCondition, Verdict
+from spectral_monitor.condition import NETWORK, Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
+from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
 from spectral_monitor.condition.optimizers.forgotten import Forgotten
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.plans import Plan
@@ -271,9 +272,14 @@ class Supervisor:
 
     def _in_reach(self, verdict: Verdict) -> Verdict:
         """Return a verdict with advice that suits the correction: some set the size of every step themselves."""
-        if self._corrector is None or not self._corrector.correction.of_peak:
+        if self._corrector is None:
             return verdict
-        return replace(verdict, sentence=verdict.sentence.replace("every learning rate by", "the correction's size by"))
+        if not self._corrector.correction.of_peak:
+            return replace(verdict, sentence=verdict.sentence.replace(SIZE_OR_RATES, "every learning rate"))
+        sentence = verdict.sentence.replace(SIZE_OR_RATES, "the correction's size")
+        sentence = sentence.replace("every learning rate by", "the correction's size by")
+        of_rates = verdict.layer == NETWORK and verdict.remedy is not None and verdict.remedy.action == "scale_lr"
+        return replace(verdict, sentence=sentence, remedy=Remedy("check") if of_rates else verdict.remedy)
 
     def _bands(self, measurement: Measurement) -> dict[str, torch.Tensor]:
         """Return the bands of all layers, scaled for layers that a correction enlarges on purpose."""

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe, Verdict
+from spectral_monitor.condition import Remedy
+from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
 from spectral_monitor.engine.weights.matrix_batches import MatrixBatch
 from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.reporting import JSONLinesSink
@@ -252,21 +254,26 @@ def test_where_it_sees_the_loss_it_does_not_say_so(capsys):
 ADVICE = "steps are too large; divide {} by about 6"
 
 
+@pytest.mark.parametrize("said", ["every learning rate", SIZE_OR_RATES])
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "what", "action"),
     [
-        ({"mode": "correct"}, "the correction's size"),
-        ({"mode": "correct", "correction": LRCorrection("target", size="lr")}, "every learning rate"),
-        ({}, "every learning rate"),
+        ({"mode": "correct"}, "the correction's size", "check"),
+        ({"mode": "correct", "correction": LRCorrection("target", size="lr")}, "every learning rate", "scale_lr"),
+        ({"mode": "correct", "correction": LRCorrection("balance")}, "every learning rate", "scale_lr"),
+        ({}, None, "scale_lr"),
     ],
 )
-def test_advice_is_on_what_sets_the_size_of_steps(options, what):
+def test_advice_is_on_what_sets_the_size_of_steps(options, what, action, said):
     """Under a correction with a size of its own learning rates have only a shape."""
     probe = SpectralProbe(*parts(), **options)
+    remedy = Remedy("scale_lr", (), 1 / 6)
     told = Verdict(
-        "network", "loss", 3.7, (0.0, 3.0), 1.2, 20, 3, "rates_too_large", ADVICE.format("every learning rate")
+        "network", "loss", 3.7, (0.0, 3.0), 1.2, 20, 3, "rates_too_large", ADVICE.format(said), remedy=remedy
     )
-    assert probe._supervisor._in_reach(told).sentence == ADVICE.format(what)
+    known = probe._supervisor._in_reach(told)
+    assert known.sentence == ADVICE.format(what or said)
+    assert known.remedy.action == action
 
 
 @pytest.mark.parametrize("options", [{"mode": "correct", "verbose": False}, {}])

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy
 
+SIZE_OR_RATES = 'the size of the correction, or every learning rate if that is "lr",'
+"""What sets the size of steps under a correction whose settings are not known."""
 CAUSES = {
     "lr_zero": "its learning rate is 0 while others learn",
     "lr_too_large": "its learning rate is larger than that of the others",

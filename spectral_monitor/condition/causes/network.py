@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from spectral_monitor.condition.causes.explanation import Explanation
+from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES, Explanation
 from spectral_monitor.condition.causes.silent import forgotten
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import ALIKE, GAINS, Network
@@ -91,7 +91,7 @@ def _far(finding: Finding, network: Network) -> str:
 def _rates(finding: Finding, network: Network, spared: tuple[str, ...] = ()) -> str:
     """Name the learning rates that should change, or the setting of the correction that they follow."""
     if network.corrected:
-        return 'the size of the correction, or every learning rate if that is "lr",'
+        return SIZE_OR_RATES
     every = "every learning rate but those of embeddings" if spared else "every learning rate"
     return f"{every} of the optimizer that trains {finding.layers[0]}" if finding.layers else every
 
