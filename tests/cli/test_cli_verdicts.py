@@ -28,7 +28,8 @@ def test_json(trained_runs, capsys):
     assert main(["verdicts", str(bad), "--json"]) == 1
     (verdict,) = json.loads(capsys.readouterr().out)
     assert (verdict["layer"], verdict["cause"]) == (FAULTY, "lr_too_large")
-    assert verdict["remedy"] == {"action": "set_lr", "layers": [FAULTY], "value": pytest.approx(0.001)}
+    remedy = {"action": "set_lr", "layers": [FAULTY], "value": pytest.approx(0.001), "spared": []}
+    assert verdict["remedy"] == remedy
 
 
 def test_what_follows_is_counted(run, capsys):
