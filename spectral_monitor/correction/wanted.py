@@ -24,8 +24,11 @@ TRIAL, TRIAL_RATE = 0.01, 1e-4
 optimizers whose updates are as large as the gradient happens to be.
 """
 
-MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam", "ntk_scaling"})
-"""Causes that policy ``"balance"`` acts on: they stand in the settings, and a learning rate of one layer mends them."""
+MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam"})
+"""Causes that policy ``"balance"`` acts on: they stand in the settings, and a learning rate of one layer mends them.
+
+Under NTK scaling most rates are too small; balance would lower that of the layer that is in order (docs/repair.md).
+"""
 
 
 class WantedUpdates:
