@@ -40,6 +40,11 @@ class TurnedProperty(Held):
         return x.matmul(self.w.mT)
 
 
+class TurnedByFunction(Held):
+    def forward(self, x):
+        return x @ torch.t(self.w)
+
+
 class Linear(Held):
     def forward(self, x):
         return F.linear(x, self.w, None)
@@ -144,6 +149,11 @@ class TwoWays(Held):
         return x @ self.w @ self.w.T
 
 
+class Permuted(Held):
+    def forward(self, x):
+        return x @ self.w.permute(1, 0)
+
+
 def unknown(x, w):
     return x @ w
 
@@ -171,6 +181,7 @@ MATRICES = {
     Right: "transposed",
     Turned: "linear",
     TurnedProperty: "linear",
+    TurnedByFunction: "linear",
     Linear: "linear",
     Scaled: "transposed",
     Masked: "linear",
@@ -192,6 +203,7 @@ OTHERS = {
     Gain: "elementwise",
     Filters: "elementwise",
     TwoWays: None,
+    Permuted: None,
     Unknown: None,
     Cosines: None,
 }

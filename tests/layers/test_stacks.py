@@ -50,6 +50,11 @@ class TurnedProperty(Stack):
         return x @ self.weight.mT
 
 
+class TurnedByFunction(Stack):
+    def forward(self, x):
+        return torch.bmm(x, torch.transpose(self.weight, 1, 2))
+
+
 class Left(Stack):
     def forward(self, x):
         return (self.weight @ x.mT).mT
@@ -82,8 +87,8 @@ class Scaled(Stack):
 
 
 STACKS = [
-    *(Product, Batched, Added, Turned, TurnedAgain, TurnedProperty, Left, Equation, OtherEquation),
-    *(Loop, LoopOverLinear, Scaled),
+    *(Product, Batched, Added, Turned, TurnedAgain, TurnedProperty, TurnedByFunction, Left),
+    *(Equation, OtherEquation, Loop, LoopOverLinear, Scaled),
 ]
 
 
@@ -105,6 +110,16 @@ class OtherAxes(Stack):
 class Permuted(Stack):
     def forward(self, x):
         return x @ self.weight.permute(2, 0, 1)
+
+
+class PermutedByFunction(Stack):
+    def forward(self, x):
+        return x @ torch.permute(self.weight, (0, 2, 1))
+
+
+class Reshaped(Stack):
+    def forward(self, x):
+        return x @ torch.reshape(self.weight, (COUNT, WIDTH, WIDTH))
 
 
 class Modes(Stack):
@@ -133,7 +148,10 @@ class BothWays(Stack):
         return x @ self.weight @ self.weight.mT + (self.weight @ x.mT).mT
 
 
-OTHERS = [EntryByEntry, Places, OtherAxes, Permuted, Modes, Heads, Splines, BothWays]
+OTHERS = [
+    *(EntryByEntry, Places, OtherAxes, Permuted, PermutedByFunction, Reshaped),
+    *(Modes, Heads, Splines, BothWays),
+]
 
 
 @pytest.mark.parametrize("kind", STACKS, ids=lambda kind: kind.__name__)

@@ -11,6 +11,7 @@ from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
+from spectral_monitor.messages import some
 
 NAMES = 3
 """Parameters that a sentence names."""
@@ -113,11 +114,10 @@ def left_out(finding: Finding, row: Row, network: Network) -> Explanation | None
 def forgotten(network: Network) -> Explanation:
     """Explain by parameters other than matrices that no optimizer holds."""
     names = network.forgotten
-    some = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
     they, have = ("it", "it has") if len(names) == 1 else ("them", "they have")
     return Explanation(
         "left_out",
-        f"gradients arrive at {some}, but no optimizer holds {they} and {have} never moved, though others are trained: "
+        f"gradients arrive at {some(names, NAMES)}, but no optimizer holds {they} and {have} never moved, though others are trained: "
         f"pass {they} to the optimizer, or freeze {they} with requires_grad_(False)",
         Remedy("check"),
     )

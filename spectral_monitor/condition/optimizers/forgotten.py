@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,7 +28,7 @@ class Forgotten:
 
     def names(self, optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
         """Return their names, in the order of the model; only reads."""
-        held: Collection[int] = {id(p) for some in optimizers for group in some.param_groups for p in group["params"]}
+        held = {id(p) for some in optimizers for group in some.param_groups for p in group["params"]}
         # Code that sets a parameter in place, such as an update written by hand, counts as an optimizer.
         return tuple(
             name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -27,6 +27,10 @@ _SAME = frozenset(
 """Methods that leave a matrix what it is."""
 _TURNED = frozenset({"t", "transpose", "T", "mT", "adjoint", "mH", "H"})
 _LAST_TWO = ({"1", "2"}, {"-1", "-2"})
+"""The dimensions that ``transpose`` swaps where it turns each matrix of a stack."""
+_MOVED = frozenset({"permute", "movedim", "moveaxis", "swapaxes", "swapdims"})
+"""Functions after which a dimension may be anywhere."""
+_RESHAPED = frozenset({"reshape", "flatten", "unflatten", "ravel", "view"})
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv"})
 _JOINED = frozenset({"cat", "concat", "concatenate", "stack"})
 _SIZES = frozenset({"shape", "size", "device", "dtype", "ndim", "dim", "numel", "__len__"})
@@ -34,13 +38,13 @@ _SIZES = frozenset({"shape", "size", "device", "dtype", "ndim", "dim", "numel", 
 
 
 def use_of(module: nn.Module, key: str, holder: tuple[nn.Module, str] | None = None, stack: bool = False) -> Use | None:
-    """Return what the methods of a module do with its 2-D parameter ``key``; ``None`` if they do not agree or say.
+    """Return what the methods of a module do with its parameter ``key``; ``None`` if they do not agree or say.
 
     Args:
         module: that holds the parameter; a ``ParameterList`` or ``ParameterDict`` is looked at in its holder.
         key: the parameter's name in it.
         holder: the module that holds that one, and under which name.
-        stack: whether it is a 3-D parameter; the answer is that on each of its matrices (n, a, b).
+        stack: whether it has three dimensions (n, a, b), not two; the answer is then on each of its matrices.
     """
     listed = isinstance(module, (nn.ParameterList, nn.ParameterDict))
     if listed and holder is None:
@@ -219,9 +223,10 @@ class _Function:
                 return self._product(call, True, with_data, value, names)
             if with_data and name not in _SAME:
                 return _entry_by_entry(name)
-        if value.stack and name not in _SAME and not (name == "mT" or _swaps_last(call)):
+        if value.stack and name not in _SAME | _TURNED:
             return set()
-        return replace(value, turned=not value.turned) if name in _TURNED else value
+        is_method = isinstance(call, ast.Call) and call.func is place
+        return _made(name, call.args if is_method else [], value)
 
     def _product(self, parent: ast.AST, left: bool, with_data: bool, value: _Value, names: set[str]) -> set[Use]:
         """Return the side on which a parameter is multiplied: with data here, or with data that its product meets."""
@@ -252,7 +257,7 @@ class _Function:
         if with_data:
             return _entry_by_entry(name)
         of_torch = isinstance(call.func, ast.Attribute) and not self._is_own(call.func)
-        return value if of_torch and at is not None else set()
+        return _made(name, call.args[1:], value) if of_torch and at is not None else set()
 
 
 def _entry_by_entry(name: str) -> set[Use]:
@@ -262,10 +267,16 @@ def _entry_by_entry(name: str) -> set[Use]:
     return {"elementwise"} if name in {"mul", "div"} else set()
 
 
-def _swaps_last(call: ast.AST) -> bool:
-    """Return whether a call is ``transpose`` of the last two of three dimensions."""
-    arguments = [ast.unparse(argument) for argument in getattr(call, "args", ())]
-    return isinstance(call, ast.Call) and _called(call) == "transpose" and {*arguments} in _LAST_TWO
+def _made(name: str, arguments: Sequence[ast.AST], value: _Value) -> set[Use] | _Value:
+    """Return what a function without data, or an attribute, makes of a parameter; nothing where that cannot be told."""
+    if name in _MOVED or (value.stack and name in _RESHAPED):
+        return set()
+    if name not in _TURNED:
+        return value
+    swaps_last = name == "transpose" and {ast.unparse(argument) for argument in arguments} in _LAST_TWO
+    if value.stack and name != "mT" and not swaps_last:
+        return set()
+    return replace(value, turned=not value.turned)
 
 
 def _called(call: ast.Call) -> str:
