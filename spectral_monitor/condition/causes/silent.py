@@ -117,8 +117,8 @@ def forgotten(network: Network) -> Explanation:
     they, have = ("it", "it has") if len(names) == 1 else ("them", "they have")
     return Explanation(
         "left_out",
-        f"gradients arrive at {some(names, NAMES)}, but no optimizer holds {they} and {have} never moved, though others "
-        f"are trained: pass {they} to the optimizer, or freeze {they} with requires_grad_(False)",
+        f"gradients arrive at {some(names, NAMES)}, but no optimizer holds {they} and {have} never moved, though "
+        f"others are trained: pass {they} to the optimizer, or freeze {they} with requires_grad_(False)",
         Remedy("check"),
     )
 
