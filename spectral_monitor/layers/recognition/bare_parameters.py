@@ -225,8 +225,7 @@ class _Function:
                 return _entry_by_entry(name)
         if value.stack and name not in _SAME | _TURNED:
             return set()
-        is_method = isinstance(call, ast.Call) and call.func is place
-        return _made(name, call.args if is_method else [], value)
+        return _made(name, call.args if isinstance(call, ast.Call) and call.func is place else [], value)
 
     def _product(self, parent: ast.AST, left: bool, with_data: bool, value: _Value, names: set[str]) -> set[Use]:
         """Return the side on which a parameter is multiplied: with data here, or with data that its product meets."""
