@@ -92,7 +92,8 @@ class Whole:
         if self._symmetric is None and moves:  # decided once: other faults take weights there later
             self._symmetric = alike and network.is_early
         yield _certain("symmetric", "weight_natural", alike and bool(self._symmetric), "random weights")
-        yield _certain("left_out", "update_natural", _forgets(network), OTHERS)
+        moved = 0.0 if _forgets(network) else 1.0
+        yield Finding("left_out", NETWORK, "update_natural", moved, 1.0, NOT_ZERO, against=OTHERS)
         yield from self._weights(network)
         yield from _collapse(network)
         yield from self._pace.findings(network)

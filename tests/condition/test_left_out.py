@@ -220,6 +220,7 @@ def test_what_is_no_matrix_and_no_optimizer_holds(kept, told):
     (verdict,) = train(model, only(model, kept)).values()
     it, it_has = ("it", "it has") if told == "filter" else ("them", "they have")
     assert (verdict.layer, verdict.cause, verdict.remedy.action) == ("network", "left_out", "check")
+    assert (verdict.value, verdict.band) == (0.0, (0.0, float("inf"))), "they are updated by nothing"
     assert verdict.sentence == (
         f"gradients arrive at {told}, but no optimizer holds {it} and {it_has} never moved, though others are trained: "
         f"pass {it} to the optimizer, or freeze {it} with requires_grad_(False)"
