@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spectral_monitor.reporting import read_measurements
-from tests.distributed.test_example import ROOT, start
+from tests.distributed.test_example import ROOT, ended_well, start
 
 EXAMPLES = {name: str(ROOT / "examples" / f"{name}_loop.py") for name in ("nanogpt", "torchtitan")}
 LAYERS = {"nanogpt": 11, "torchtitan": 17}
@@ -19,7 +19,7 @@ FILE = "spectral_monitor.jsonl"
 def run(name: str, processes: int, steps: int, folder: Path, *more: str) -> str:
     arguments = ["--steps", str(steps), "--every", "2", "--width", "32", "--out", str(folder), *more]
     ended = start(processes, *arguments, example=EXAMPLES[name])
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended_well(ended), ended.stdout + ended.stderr
     assert not re.search(r"^! ", ended.stderr, re.MULTILINE), "the monitor warns of nothing"
     return ended.stdout
 
