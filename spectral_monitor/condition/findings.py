@@ -61,6 +61,7 @@ class Finding:
         against: the reference in words.
         lr: learning rate of the reference; NaN if it has none.
         layers: the layers it is about, if that is neither one layer nor the whole network; else empty.
+        measured: False if the value stands for yes or no, and is not to be shown.
     """
 
     check: str
@@ -73,6 +74,7 @@ class Finding:
     against: str = "typical"
     lr: float = math.nan
     layers: tuple[str, ...] = ()
+    measured: bool = True
 
     @property
     def ratio(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -144,10 +145,10 @@ def _verdict(case: Case, network: Network) -> Verdict:
     finding = case.finding
     return Verdict(
         layer=finding.layer,
-        quantity=finding.quantity,
-        value=finding.value,
-        band=finding.limits,
-        ratio=finding.ratio,
+        quantity=finding.quantity if finding.measured else "",
+        value=finding.value if finding.measured else math.nan,
+        band=finding.limits if finding.measured else (0.0, math.inf),
+        ratio=finding.ratio if finding.measured else math.nan,
         steps=network.step - case.since,
         measurements=case.outside,
         cause=case.told.code,

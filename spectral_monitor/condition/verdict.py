@@ -41,10 +41,10 @@ class Verdict:
 
     Attributes:
         layer: its name, the worst where one cause has several layers; :data:`NETWORK` for the network as a whole.
-        quantity: what gave it away, a key of the measurement.
-        value: of that quantity.
+        quantity: what gave it away, a key of the measurement; empty if that is no number.
+        value: of that quantity; NaN without one.
         band: where the value should be, in its own units; 0 and inf where there is no limit, and 0 itself is outside.
-        ratio: value over the reference.
+        ratio: value over the reference; NaN without a quantity.
         steps: optimizer steps since it was first seen outside.
         measurements: how many it was seen outside since.
         cause: short code, one of :data:`~spectral_monitor.condition.causes.CAUSES`.

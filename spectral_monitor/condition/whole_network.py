@@ -224,7 +224,7 @@ def _is_symmetric(network: Network) -> bool:
 
 def _certain(check: str, quantity: str, wrong: bool, against: str) -> Finding:
     """Return a finding without degrees: far outside its band if wrong, else in the middle of it."""
-    return Finding(check, NETWORK, quantity, 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), against=against)
+    return Finding(check, NETWORK, quantity, 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), against=against, measured=False)
 
 
 def why_still(network: Network) -> str:
