@@ -24,7 +24,7 @@ from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import Peaks, share_of
 from spectral_monitor.correction.policies import usual_multipliers
 from spectral_monitor.correction.settings import LRCorrection
-from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, UPHILL_EDGE, StepLength
+from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, StepLength
 from spectral_monitor.correction.update_size import block_contributions, cancelled, observed, remnant
 from spectral_monitor.correction.wanted import WantedUpdates
 from spectral_monitor.fitting.medians import geometric_median
@@ -243,7 +243,7 @@ class Corrector:
             uphill: whether that is why it has no ``edge``.
         """
         if self.correction.of_peak and "edge" in measurement.summary:
-            self.step_length.see(measurement.step, UPHILL_EDGE if uphill else measurement.summary["edge"])
+            self.step_length.see(measurement.step, measurement.summary["edge"], uphill)
         values, quantity = measurement.values, self.correction.quantities[0]
         if not values.keys() >= set(self.correction.quantities):
             return []

@@ -39,6 +39,8 @@ SHORTEST = 1 / 64
 """Part of their length that is left at least."""
 FRUITLESS = 3
 """So many edges in a row that stay too large at that length show that gradients are not those of the loss."""
+PROBED = 1 / 2
+"""Before steps become shorter than this, a step of the shortest length tells whether that helps at all."""
 PART, SELDOM = 4, 50
 """While all is well a run looks again when it has become a quarter longer, or after so many steps."""
 
@@ -97,6 +99,7 @@ class StepLength:
         given_up: whether the loss does not follow its gradients, as with straight-through estimators; steps then keep
             their length.
         edge: the mean of the latest, for steps as long as the one that was seen last.
+        probing: whether the next step has the shortest length, to see whether shorter steps help.
     """
 
     def __init__(self, longest: float = LONGEST) -> None:
@@ -104,33 +107,57 @@ class StepLength:
         self._longest = longest
         self._curvatures: list[float] = []  # latest edges, at full length
         self._next, self._fruitless = 1, 0
+        self.probing, self._probed = False, False
 
     def due(self, step: int) -> bool:
         """Return whether a step is looked at, if it is one that is measured."""
         return not self.given_up and step >= self._next
 
-    def see(self, step: int, edge: float) -> float:
-        """Take in the edge of a step, NaN where it is not known; return the factor."""
+    def see(self, step: int, edge: float, uphill: bool = False) -> float:
+        """Take in the edge of a step, NaN where it is not known; return the factor.
+
+        ``uphill``: whether it is not known because the gradient says that the step goes uphill.
+        """
         if self.given_up:
             return self.factor
         # Now and then while all is well; at each measurement while steps are too long or nearly so.
-        watchful = self.factor < 1 or edge > self._longest / 2
+        watchful = self.factor < 1 or uphill or edge > self._longest / 2
         self._next = step + (1 if watchful else min(max(1, step // PART), SELDOM))
+        if self.probing:
+            return self._probe(edge)
+        edge = UPHILL_EDGE if uphill else edge
         if not math.isfinite(edge):
             return self.factor
         counts = min(max(edge, 0.0), UPHILL_EDGE)
         self._curvatures = [*self._curvatures, counts / self.factor][-EDGES:]
         if len(self._curvatures) < EDGES:
             return self.factor
-        mean = statistics.fmean(self._curvatures)
-        self.edge = mean * self.factor
+        self.edge = statistics.fmean(self._curvatures) * self.factor
         self._fruitless = self._fruitless + 1 if self.factor == SHORTEST and edge > self._longest else 0
         # At once where they are too long, by and by where they may be longer again.
-        right = min(max(self._longest / mean, SHORTEST), 1.0) if mean > 0 else 1.0
-        self.factor = min(right, RISE * self.factor)
+        self.factor = min(self._right(), RISE * self.factor)
+        if self.factor < PROBED and not self._probed:
+            self.factor, self.probing, self._probed = SHORTEST, True, True
+        self._give_up()
+        return self.factor
+
+    def _probe(self, edge: float) -> float:
+        """Take in the edge of a step that was as short as can be, where longer ones were all too long."""
+        self._fruitless = self._fruitless + 1 if edge > self._longest / 2 else 0  # half: there edges are next to 0
+        if not self._fruitless:  # shorter steps help, or it is not known
+            self.factor, self.probing = self._right(), False
+        self._give_up()
+        return self.factor
+
+    def _right(self) -> float:
+        """Return the factor of the length at which edges are as large as they may be."""
+        mean = statistics.fmean(self._curvatures)
+        return min(max(self._longest / mean, SHORTEST), 1.0) if mean > 0 else 1.0
+
+    def _give_up(self) -> None:
+        """Give steps their full length for good if the shortest ones did not help."""
         if self._fruitless == FRUITLESS:
             self.factor, self.given_up = 1.0, True
-        return self.factor
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers."""
@@ -140,6 +167,8 @@ class StepLength:
             "curvatures": list(self._curvatures),
             "next": self._next,
             "fruitless": self._fruitless,
+            "probed": self._probed,
+            "probing": self.probing,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,3 +176,4 @@ class StepLength:
         self.factor, self.given_up = float(state.get("factor", 1.0)), bool(state.get("given_up", False))
         self._curvatures = [float(edge) for edge in state.get("curvatures", ())]
         self._next, self._fruitless = int(state.get("next", 1)), int(state.get("fruitless", 0))
+        self.probing, self._probed = bool(state.get("probing", False)), bool(state.get("probed", False))

@@ -76,6 +76,8 @@ class CorrectionReport:
     def _length(self, measurement: Measurement) -> str:
         """Return a line on a notable change of the length of steps since the last one; else nothing."""
         length, (before, gave_up) = self._corrector.step_length, self._length_told
+        if length.probing:
+            return ""
         longer = length.factor / before
         moved = 1 / longer >= TOLD or (longer >= TOLD and length.factor <= NEARLY) or length.factor == 1 > before
         if not moved and length.given_up == gave_up:
