@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
+from spectral_monitor.condition.optimizers.left_out import ROUNDED
 
 WIDTH = 32
 
@@ -33,8 +34,8 @@ class Blocks(nn.Module):
         return self.head(h)
 
 
-def train(model, parameters=None, steps=6):
-    """Verdicts by layer."""
+def train(model, parameters=None, steps=6, sharpness=0.0):
+    """Verdicts by layer; with ``sharpness``, gradients are those of weights moved uphill by as much."""
     optimizer = torch.optim.AdamW(parameters or model.parameters(), 1e-3)
     probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     for _ in range(steps):
@@ -42,6 +43,13 @@ def train(model, parameters=None, steps=6):
         with probe.step():
             optimizer.zero_grad()
             functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            if sharpness:
+                uphill = [sharpness * p.grad for p in model.parameters()]
+                with torch.no_grad():
+                    torch._foreach_add_(list(model.parameters()), uphill)
+                functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+                with torch.no_grad():
+                    torch._foreach_sub_(list(model.parameters()), uphill)
             optimizer.step()
     return {verdict.layer: verdict for verdict in probe.verdicts}
 
@@ -61,6 +69,14 @@ def test_a_block_that_no_optimizer_holds():
         "pass it to the optimizer"
     )
     assert (found["blocks.2.1"].quantity, found["blocks.2.1"].value) == ("drift_ratio", 0)
+
+
+def test_a_block_that_no_optimizer_holds_is_told_where_weights_are_moved_and_put_back():
+    """Sharpness-aware minimization leaves rounding."""
+    model = Blocks()
+    start = model.blocks[2][1].weight.detach().clone()
+    assert set(train(model, without(model, 2), sharpness=1.0)) == {"blocks.2.1", "blocks.2.3"}
+    assert 0 < (model.blocks[2][1].weight - start).norm() / start.norm() < ROUNDED
 
 
 def test_a_readout_that_was_replaced_after_the_optimizer_was_made():

@@ -22,6 +22,8 @@ more, those of trained networks 0.1 to 0.4.
 """
 ABOUT_HALF = 0.4
 """If at least this part of a new network's matrices gets no gradient, they are no spare ones."""
+ROUNDED = 1e-5
+"""Relative drift that is rounding: sharpness-aware minimization changes weights and puts them back at each step."""
 
 
 def left_out(
@@ -62,7 +64,7 @@ def left_out(
 
 def never_moved(row: Row) -> bool:
     """Return whether a layer has its initial weights; one that began at zero has no relative drift."""
-    return row.get("drift_ratio") == 0 or row.get("weight_natural") == 0
+    return row.get("drift_ratio") < ROUNDED or row.get("weight_natural") == 0
 
 
 def is_untrained(row: Row) -> bool:
