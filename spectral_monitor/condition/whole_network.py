@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from spectral_monitor.condition.causes import History
+from spectral_monitor.condition.causes import History, huge_at_start
 from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, NOT_ZERO, Finding
 from spectral_monitor.condition.network import ALIKE, GAINS, Network
 from spectral_monitor.condition.optimizers.left_out import OTHERS
@@ -65,12 +65,18 @@ class Whole:
         self._gain = 0.0  # gain of the median layer's initial weights as the forward pass uses them; 0 if unknown
         self._symmetric: bool | None = None  # whether weights began as constants; None before the first update
         self._bad_batch = False  # whether weights were in order when no layer's outputs were finite
+        self._huge_at_start = ""  # a sentence on outputs that were far too large before the first step, if any were
 
     @property
     def history(self) -> History:
         """Facts about the run so far that explanations need."""
         return History(
-            self._pace.pace, self._pace.first_pace, self._outputs.large_outputs, self._pace.fastest, self._bad_batch
+            self._pace.pace,
+            self._pace.first_pace,
+            self._outputs.large_outputs,
+            self._pace.fastest,
+            self._bad_batch,
+            self._huge_at_start,
         )
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
@@ -124,6 +130,7 @@ class Whole:
         sizes = (size for row in network.peers for size in (row.weight, row.get("feature_rms")))
         value = min(math.inf if _not_finite(measurement) else nanmax(sizes, 0.0), 1e300)
         self._bad_batch = self._bad_batch or (value == 1e300 and _is_bad_batch(measurement, network))
+        self._huge_at_start = self._huge_at_start or huge_at_start(network, SIZE)
         return Finding("diverged", NETWORK, "weight_natural", value, 1.0, (0.0, SIZE), AT_ONCE, "a healthy network")
 
     def _eps(self, network: Network) -> Iterator[Finding]:
@@ -146,6 +153,7 @@ class Whole:
             "eps_share": self._share,
             "gain": self._gain,
             "bad_batch": self._bad_batch,
+            "huge_at_start": self._huge_at_start,
             "symmetric": bool(self._symmetric),
         }
         own = {key: value for key, value in remembered.items() if value}
@@ -157,6 +165,7 @@ class Whole:
             trend.load_state_dict(state)
         self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
         self._gain, self._bad_batch = float(state.get("gain", 0.0)), bool(state.get("bad_batch", False))
+        self._huge_at_start = str(state.get("huge_at_start", ""))
         self._symmetric = bool(state.get("symmetric", False))
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from spectral_monitor.condition import CAUSES
-from spectral_monitor.condition.causes import NO_CAUSE, layers, network, silent
+from spectral_monitor.condition.causes import NO_CAUSE, layers, network, outputs, silent
+from spectral_monitor.condition.verdict import Remedy
 from tests.condition.synthetic import LAYERS, heavy, judged, measured, nothing, only_verdict, set_by, verdicts_on
 
 WIDE = {
@@ -60,6 +61,25 @@ def told_of_rate(factor, size, **changed):
     lr = dict.fromkeys(LAYERS, 0.01) | {"b": 0.01 * factor}
     updates = dict.fromkeys(LAYERS, 0.1) | {"b": 0.1 * size}
     return only_verdict(lr=lr, settings=set_by(lr=lr), update_natural=updates, **changed)
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "both"),
+    [
+        (1.9e-4, 0.09, True),
+        (2.1e-4, 0.09, False),
+        (1e-5, 0.11, False),
+        (math.nan, 0.09, False),
+        (1e-5, math.nan, False),
+    ],
+)
+def test_where_the_others_hardly_move_either_rate_may_be_wrong(others, own, both):
+    ratios = dict.fromkeys(LAYERS, others) | {"b": own}
+    verdict = told_of_rate(1000.0, 1000.0, update_ratio=ratios)
+    assert verdict.sentence == "its learning rate is 10, that of the other layers 0.01" + (
+        ", with which they hardly move: use one of the two for all" if both else ": use 0.01"
+    )
+    assert verdict.remedy == (None if both else Remedy("set_lr", ("b",), 0.01))
 
 
 @pytest.mark.parametrize(("factor", "size"), [(30.0, 1.0), (30.0, 2.9), (1 / 30, 0.35), (1 / 30, 2.9)])
@@ -334,7 +354,7 @@ def test_against_the_theory_weights_may_have_grown():
 
 
 def test_every_cause_that_is_told_is_listed():
-    source = "".join(map(inspect.getsource, (layers, silent, network)))
+    source = "".join(map(inspect.getsource, (layers, silent, network, outputs)))
     told = set(re.findall(r'(?:Explanation\(\s*|code = |code, \w+ = )"(\w+)"', source))
     told |= {code for code, _ in network._SENTENCES.values()}
     told |= {"lr_too_small", "width", NO_CAUSE}  # by a condition, the judge, and what is left

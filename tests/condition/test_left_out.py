@@ -89,6 +89,21 @@ def test_a_readout_that_was_replaced_after_the_optimizer_was_made():
     assert "though others are trained: pass it to the optimizer" in verdict.sentence
 
 
+@pytest.mark.parametrize(("held", "told"), [("all", True), ("half", False)])
+def test_a_new_head_of_a_trained_network_that_no_optimizer_holds(held, told):
+    """If most of the network is trained; else the rest may be frozen by what the optimizer was given."""
+    model = Blocks()
+    with torch.no_grad():
+        for matrix in (p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("head")):
+            left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+            matrix.copy_(left * (sizes * 0.5 ** torch.arange(len(sizes))) @ right)  # as trained ones are
+    blocks = [p for k in range(4 if held == "all" else 2) for p in model.blocks[k].parameters()]
+    found = train(model, [*blocks, *(model.read.parameters() if held == "all" else ())])
+    assert ("head" in found) is told
+    if told:
+        assert (found["head"].cause, set(found)) == ("left_out", {"head"})
+
+
 def test_a_copy_that_is_only_called_without_gradients_is_not_forgotten():
     """As the target of a Q network, before it is copied for the first time."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -40,10 +41,27 @@ def every(value, *keys):
     ],
 )
 def test_divergence_is_said_at_once(change):
-    (found,) = told(change)
+    (found,) = told(change, start=2)
     assert set(found) == {"diverged"}
     assert "divide every learning rate by 10" in found["diverged"].sentence
     assert (found["diverged"].remedy.action, found["diverged"].remedy.value) == ("scale_lr", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [(20.0, "for they grow from layer to layer: begin with smaller weights"), (30.0, "normalize inputs, or begin")],
+)
+def test_outputs_that_are_huge_before_the_first_step_are_not_laid_to_learning_rates(first, why):
+    start = {"feature_rms": {"a": first, "b": 500.0, "head": 2e4}}
+    judge, resumed = Judge(SpectralCondition()), Judge(SpectralCondition())
+    (at_once,) = judge.judge(measured(1, **start))
+    resumed.load_state_dict(json.loads(json.dumps(judge.state_dict())))
+    later = [who.judge(measured(2, **every(math.inf, "weight_natural")))[0] for who in (judge, resumed)]
+    assert {verdict.cause for verdict in (at_once, *later)} == {"diverged"}
+    (sentence,) = {verdict.sentence for verdict in (at_once, *later)}
+    assert sentence.startswith("the outputs of head have RMS 20000 before the first step")
+    assert why in sentence
+    assert at_once.remedy.action == "check"
 
 
 @pytest.mark.parametrize(("ratio", "by"), [(3.0, 30), (1.4, 20), (0.1, 10), (math.nan, 10)])

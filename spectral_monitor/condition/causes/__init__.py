@@ -5,11 +5,12 @@ from __future__ import annotations
 from spectral_monitor.condition.causes.explanation import CAUSES, NO_CAUSE, Explanation
 from spectral_monitor.condition.causes.layers import of_layer
 from spectral_monitor.condition.causes.network import History, of_network
+from spectral_monitor.condition.causes.outputs import huge_at_start
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.verdict import NETWORK
 
-__all__ = ["CAUSES", "NO_CAUSE", "Explanation", "History", "cause"]
+__all__ = ["CAUSES", "NO_CAUSE", "Explanation", "History", "cause", "huge_at_start"]
 
 UNKNOWN = History()
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from spectral_monitor.condition.causes.explanation import NO_CAUSE, Explanation, at_peak, number
+from spectral_monitor.condition.causes.network import ORDINARY
 from spectral_monitor.condition.causes.silent import cut_off, dead, left_out, lr_zero
 from spectral_monitor.condition.findings import SUSPECT, UPDATE_LIMIT, Finding
 from spectral_monitor.condition.network import MOVED, Network
@@ -23,6 +24,8 @@ MEMORY = 10_000
 """Steps over which weight decay may remove a weight: about what published values amount to."""
 COUPLED = 1e-4
 """A usual weight decay where an optimizer like Adam adds it to the gradient."""
+HARDLY_MOVES = 2e-4
+"""Relative update, at the peak of the schedule, below which a layer hardly moves; fine-tuning at 1e-5 has 5e-4."""
 STILL = 0.1
 """A layer whose drift is below this part of the median hardly moves."""
 
@@ -68,6 +71,8 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
             f"{short(size / factor)} times at that rate: it may be meant, and then expected={{{row.name!r}: "
             f"{number(factor)}}} says so",
         )
+    if not known and large and _others_hardly_move(row, network):
+        return Explanation(code, f"{seen} {number(theirs)}, with which they hardly move: use one of the two for all")
     return Explanation(code, f"{seen} {number(theirs)}: use {number(theirs)}", Remedy("set_lr", (row.name,), theirs))
 
 
@@ -79,6 +84,14 @@ def _vector_rate(finding: Finding, row: Row, network: Network) -> Explanation | 
         f"its entries by {short(row.vector_step)}: use {number(usual)}",
         Remedy("set_lr", (row.name,), usual),
     )
+
+
+def _others_hardly_move(row: Row, network: Network) -> bool:
+    """Return whether a layer takes ordinary steps, and those at the usual rate next to none: they may be at fault."""
+    rates = network.rates
+    others = [peer for peer in network.peers_of(row) if peer.name in rates and rates[peer.name].factor == 1]
+    pace = geometric_median(at_peak(peer, peer.get("update_ratio")) for peer in others if peer is not row)
+    return pace < HARDLY_MOVES and at_peak(row, row.get("update_ratio")) < ORDINARY
 
 
 def _like_the_others(row: Row, network: Network) -> float:

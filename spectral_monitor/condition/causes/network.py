@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES, Explanation
+from spectral_monitor.condition.causes.outputs import USUAL_GAIN, collapsed, vanish
 from spectral_monitor.condition.causes.silent import forgotten
 from spectral_monitor.condition.findings import Finding
-from spectral_monitor.condition.network import ALIKE, GAINS, Network
+from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median
 
@@ -29,14 +30,12 @@ FASTEST = 0.1
 """Advice to raise every learning rate may bring the fastest layer to at most this relative update."""
 MOST, MOST_UNEVEN = 100.0, 10.0
 """The largest factor in such advice: under Adam, and under others, whose gradients grow with the features."""
-LARGE, USUAL_GAIN = 2.0, 0.6
-"""Weights that began this many times above the largest usual gain explain small steps; a usual gain."""
+LARGE = 2.0
+"""Weights that began this many times above the largest usual gain explain small steps."""
 EMBEDDING_STEP = 0.5
 """Embeddings whose largest row takes at most this natural step keep their rates where the others' are too large: with
 up to 0.4 development recipes end lower that way, with 1.2 higher.
 """
-HALVES = 0.5
-"""With a median gain above this, weights are large enough to keep the size of features."""
 
 
 class History(NamedTuple):
@@ -48,6 +47,7 @@ class History(NamedTuple):
         large_outputs: first layer whose outputs were too large at the start; empty if there is none.
         fastest: relative update of the fastest layer at the peak of its learning rate; 0 if none is known.
         bad_batch: whether outputs of all layers were once not finite though weights were in order.
+        huge_at_start: a sentence on outputs that were far too large before the first step; empty if none were.
     """
 
     pace: float = math.nan
@@ -55,6 +55,7 @@ class History(NamedTuple):
     large_outputs: str = ""
     fastest: float = 0.0
     bad_batch: bool = False
+    huge_at_start: str = ""
 
 
 def of_network(finding: Finding, network: Network, history: History) -> Explanation:
@@ -193,6 +194,8 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
             "values too large for its dtype; look for them in the data, and go back to earlier weights",
             Remedy("check"),
         )
+    if history.huge_at_start:
+        return Explanation("diverged", history.huge_at_start, Remedy("check"))
     by = _divisor(history.first_pace, 10.0)
     return Explanation(
         "diverged",
@@ -200,31 +203,6 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
         f"divide {_rates(finding, network)} by {by:.0f}",
         Remedy("scale_lr", (), 1 / by),
     )
-
-
-def _features_vanish(finding: Finding, network: Network, history: History) -> Explanation:
-    seen = f"the smallest outputs of a layer begin with RMS {short(finding.value)}"
-    gain = geometric_median(row.gain for row in network.peers)
-    if not gain < HALVES:  # most layers have healthy gains, or gains were not measured
-        return Explanation("weights_too_small", f"{seen}: initial weights are too small", Remedy("check"))
-    return Explanation(
-        "weights_too_small",
-        f"{seen}: weights multiply the size of features by {short(gain)} in each layer, so they vanish; multiply "
-        f"initial weights by about {short(USUAL_GAIN / gain)}",
-        Remedy("scale_weights", (), USUAL_GAIN / gain),
-    )
-
-
-def _features_collapsed(finding: Finding, network: Network, history: History) -> Explanation:
-    limit = max(finding.value, ALIKE)
-    alike = [name for name, spread in network.input_spreads.items() if spread <= limit]
-    seen = f"the inputs of {len(alike)} of {len(network.input_spreads)} layers, from {alike[0]} on, differ"
-    sentence = (
-        f"{seen} between samples by less than {short(100 * math.sqrt(limit))} % of their size, so that the network "
-        "gives nearly the same answer to all: look there for a residual connection or a norm that is missing, for "
-        "activations that saturate, or for inputs that are all alike"
-    )
-    return Explanation("features_collapsed", sentence, Remedy("check"))
 
 
 def _eps(finding: Finding, network: Network, history: History) -> Explanation:
@@ -338,8 +316,8 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "warmup": _warmup,
     "diverged": _diverged,
     "large_weights": _large_weights,
-    "features_vanish": _features_vanish,
-    "features_collapsed": _features_collapsed,
+    "features_vanish": lambda finding, network, history: vanish(finding, network),
+    "features_collapsed": lambda finding, network, history: collapsed(finding, network),
     "eps": _eps,
     "momentum": _momentum,
     "ntk": _ntk,

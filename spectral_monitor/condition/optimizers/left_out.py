@@ -80,9 +80,10 @@ def is_detached(row: Row) -> bool:
 def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
     """Return the layers, frozen ones too, that no optimizer trains although most in equal places are trained.
 
-    In a network that was trained before, the first or the last ones may be left out on purpose. In a new network,
-    layers whose gradients no optimizer takes count too. If these are many, only those count that were drawn at
-    random or begin at zero: another network may serve as a loss.
+    In a network that was trained before, the first or the last ones may be left out on purpose. Layers whose
+    gradients no optimizer takes count too. If these are many, only those count that were drawn at random or begin at
+    zero: another network may serve as a loss. So it is in a network that was trained before, where most layers move:
+    a new head.
 
     Args:
         rows: matrices in the order of the model.
@@ -92,9 +93,10 @@ def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
         Name -> pattern of equal places.
     """
     moving = sum(row.get("update_ratio") > 0 for row in rows)
-    forgotten = [row for row in rows if row.settings.forgotten and never_moved(row)] if fresh else []
-    drawn = [row for row in forgotten if moving and (row.randomness > FRESH or row.get("weight_natural") == 0)]
-    told = forgotten if len(forgotten) < moving else drawn
+    forgotten = [row for row in rows if row.settings.forgotten and never_moved(row)]
+    enough = moving > (0 if fresh else len(rows) / 2)
+    drawn = [row for row in forgotten if enough and (row.randomness > FRESH or row.get("weight_natural") == 0)]
+    told = forgotten if fresh and len(forgotten) < moving else drawn
     among = dict.fromkeys((row.name for row in told), OTHERS)
     return among | left_out(rows, is_untrained, first=fresh, last=fresh)
 
