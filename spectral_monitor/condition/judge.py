@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -321,7 +321,8 @@ class Judge:
         self._fresh, self._new = state["fresh"], frozenset(state.get("new", ()))
         self._frozen = set(state.get("frozen", ()))
         self._largest_steps, self._initial_sizes = dict(state["steps"]), dict(state["began"])
-        self._comparisons = [width_transfer.WidthComparison(**compared) for compared in state["widths"]]
+        kept = [field.name for field in fields(width_transfer.WidthComparison)]  # older states have more
+        self._comparisons = [width_transfer.WidthComparison(*map(each.get, kept)) for each in state["widths"]]
         self._announced = {(layer, code) for layer, code in state["told"]}
         self._zero_start.load_state_dict(state["startup"])
         self._whole.load_state_dict(state["whole"])
