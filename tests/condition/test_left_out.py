@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
+from tests.one_step import training_step
 
 WIDTH = 32
 
@@ -39,10 +40,8 @@ def train(model, parameters=None, steps=6):
     probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     for _ in range(steps):
         x = torch.randn(32, 16)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-            optimizer.step()
     return {verdict.layer: verdict for verdict in probe.verdicts}
 
 
@@ -170,10 +169,8 @@ def test_what_has_moved_before_was_not_forgotten():
     for step in range(8):
         x = torch.randn(32, 16)
         model.blocks[0].requires_grad_(step < 3)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-            optimizer.step()
     assert not [verdict for verdict in probe.verdicts if verdict.cause == "left_out"]
 
 
@@ -263,8 +260,6 @@ def test_what_is_no_matrix_and_whose_optimizer_has_not_stepped_yet():
     probe = SpectralProbe(model, [matrices, rare], every_n_steps=1, mode="observe")
     for _ in range(6):
         x = torch.randn(32, 16)
-        with probe.step():
-            matrices.zero_grad()
+        with training_step(probe, matrices):
             functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-            matrices.step()
     assert not [verdict for verdict in probe.verdicts if verdict.cause == "left_out"]

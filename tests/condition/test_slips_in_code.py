@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from tests.one_step import training_step
 from tests.resume.resuming import QUIET
 
 CAUSES = {"eval_mode", "dropout", "loss_input"}
@@ -93,8 +94,6 @@ def test_evaluation_that_is_not_left_again_is_told_then():
     for step in range(4):
         if step == 2:
             model.eval()
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             F.cross_entropy(model(X), Y).backward()
-            optimizer.step()
         assert ("eval_mode" in {verdict.cause for verdict in probe.latest.roots}) == (step >= 2)

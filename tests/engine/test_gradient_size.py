@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
 from tests.gloo import on_processes
+from tests.one_step import training_step
 
 KEYS = ["gradient_natural", "backward_rms"]
 LAYERS = ("words", "conv", "qkv", "body", "head")
@@ -129,10 +130,8 @@ def test_it_is_of_all_samples_where_few_are_run_again():
     keys = ["backward_rms", "feature_change"]
     probe = SpectralProbe(model, optimizer, quantities=keys, replay_samples=8, every_n_steps=1)
     for _ in range(3):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (model(x) * weight).square().mean().backward()
-            optimizer.step()
     b = 2 * (x @ model.weight.detach().T) * weight.square() / 192
     for m in probe.measurements:
         assert m.value("backward_rms", "weight") == pytest.approx(float(b.square().mean().sqrt()), rel=1e-6)

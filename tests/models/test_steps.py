@@ -12,6 +12,7 @@ from torch.nn import functional as nnf
 from spectral_monitor import SpectralProbe
 from tests.models.awkward import COMPUTED, MODELS
 from tests.noninterference.recorder import Run, differences, of_module, of_optimizer, of_random
+from tests.one_step import training_step
 
 STEPS = 3
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
@@ -115,11 +116,9 @@ def test_norms_are_those_of_the_weights_in_use(kind):
     assert {layer.info.name for layer in matrices} == set(start)
     for step in range(STEPS):
         x, y = batch(step)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nnf.cross_entropy(model(x), y).backward()
             before = weights_in_use(model)
-            optimizer.step()
         after = weights_in_use(model)
         for layer in matrices:
             name, blocks = layer.info.name, layer.info.blocks
