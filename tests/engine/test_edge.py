@@ -14,7 +14,7 @@ from torch import nn
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.measurement import SUMMARY
-from tests.one_step import training_step
+from tests.one_step import after_one_step, training_step
 
 
 class Returns(nn.Module):
@@ -120,11 +120,7 @@ def quadratic(factor):
             return 0.5 * self.inner(x).square().mean()
 
     square = Square()
-    optimizer = torch.optim.SGD(square.parameters(), lr=factor)
-    probe = SpectralProbe(square, optimizer)
-    with probe.step():
-        square(torch.ones(1, 1).double()).backward()
-        optimizer.step()
+    probe = after_one_step(square, lambda: square(torch.ones(1, 1).double()), lr=factor)
     return probe.latest.summary
 
 
@@ -164,11 +160,7 @@ def test_what_is_not_known_is_nan_and_says_why():
 
 def test_of_a_call_that_returns_no_loss_it_is_not_known():
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    probe = SpectralProbe(model, optimizer, replay_samples=None)
-    with probe.step():
-        model(torch.randn(16, 4)).square().mean().backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model(torch.randn(16, 4)).square().mean(), lr=0.05, replay_samples=None)
     assert math.isnan(probe.latest.summary["edge"])
     assert "the call that is run again does not return the loss" in probe.latest.why("edge", SUMMARY)
 

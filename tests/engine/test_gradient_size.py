@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
 from tests.gloo import on_processes
-from tests.one_step import training_step
+from tests.one_step import after_one_step, training_step
 
 KEYS = ["gradient_natural", "backward_rms"]
 LAYERS = ("words", "conv", "qkv", "body", "head")
@@ -91,11 +91,9 @@ def test_weights_that_have_little_memory_have_the_same_gradients(monkeypatch):
     """Updates and gradients then lie in the memory of the weights, one after the other."""
     monkeypatch.setattr("spectral_monitor.engine.weights.matrix_batches.SPARE_BYTES", 0)
     model = fresh()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["gradient_natural", "update_natural"], tol=1e-6)
-    with probe.step():
-        model(batch()).square().mean().backward()
-        optimizer.step()
+    probe = after_one_step(
+        model, lambda: model(batch()).square().mean(), quantities=["gradient_natural", "update_natural"], tol=1e-6
+    )
     natural, _ = expected()["body"]
     assert probe.latest.value("gradient_natural", "body") == pytest.approx(natural, rel=1e-5)
     assert probe.latest.value("update_natural", "body") == pytest.approx(0.1 * natural * 15 / 9, rel=1e-5)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.measurement import SUMMARY
 from spectral_monitor.quantities import QUANTITIES, TIERS
-from tests.one_step import training_step
+from tests.one_step import after_one_step, training_step
 from tests.oracle import naive
 
 torch.set_num_threads(1)  # small matrices on a shared machine
@@ -390,11 +390,7 @@ def spoiled(kind):
         lr = 0.0
     elif kind == "NaN in the batch":
         x[0, 0] = math.nan
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    probe = SpectralProbe(model, optimizer)
-    with probe.step():
-        model.loss(model(x, y), y).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model.loss(model(x, y), y), lr=lr)
     return probe.latest
 
 
