@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -44,11 +45,8 @@ def train(kind, watched, quantities="standard"):
         probe = SpectralProbe(model, optimizer, quantities=quantities, drift_every=2)
     run.add("start", of_module(model), of_random())
     for step in range(STEPS):
-        if probe is None:
+        with nullcontext() if probe is None else probe.step():
             one_step(model, optimizer, step)
-        else:
-            with probe.step():
-                one_step(model, optimizer, step)
         run.add(f"step {step}", of_module(model), of_optimizer(optimizer), of_random())
     return run, probe
 
