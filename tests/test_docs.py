@@ -25,6 +25,7 @@ from spectral_monitor.engine.results.reasons import ATTENTION, OF_READOUTS
 from spectral_monitor.engine.weights import norms
 from spectral_monitor.quantities import QUANTITIES, optimizers
 from spectral_monitor.reporting.content.panels import PANELS
+from tests.one_step import training_step
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -95,11 +96,9 @@ def test_values_lie_in_their_ranges():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SpectralProbe(model, optimizer, quantities=list(QUANTITIES), drift_every=1, exclude=["*.bias"])
     for _ in range(3):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             x = torch.randn(30, 12)
             model((x, x[:, :6].argmax(1))).backward()  # of random classes the mean gradient may be zero
-            optimizer.step()
     within = {">= 0": lambda x, _: x >= 0, "> 0": lambda x, _: x > 0, ">= 1": lambda x, _: x >= 1}
     for key, quantity in QUANTITIES.items():
         assert quantity.unit, key

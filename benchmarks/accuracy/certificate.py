@@ -21,6 +21,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -295,7 +296,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     for name, some in [*sorted(by.items()), ("all", list(rows))]:
         count = EACH * len(some)
         broken = [sum(len(row[word]) for row in some) for word in BROKEN]
-        passes = sorted(row["passes"] for row in some)[len(some) // 2]
+        passes = statistics.median_high(row["passes"] for row in some)
         cells = [name, f"{count:,}", broken[0], f"{clopper_pearson(broken[0], count):.2g}", *broken[1:]]
         cells += [f"{100 * max(row['worst'] for row in some):.3f}", passes]
         lines.append("| " + " | ".join(map(str, cells)) + " |")

@@ -41,7 +41,6 @@ CONFIGS = {
     "mixture 400B": Config(5120, 16384, 48, 40, 8, 202048, 128, 8192),
 }
 TINY = Config(96, 160, 2, 4, 2, 120)
-TINY_MIXTURE = Config(96, 160, 2, 4, 2, 120, 4, 80)
 
 
 class Experts(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,13 +54,9 @@ class Loop:
 
     def step(self, probe: SpectralProbe | None = None) -> None:
         """Train for one step, measured or not."""
-        if probe is None:
+        with nullcontext() if probe is None else probe.step():
             self.forward_backward()
             self.optimizer.step()
-        else:
-            with probe.step():
-                self.forward_backward()
-                self.optimizer.step()
 
     def probe(self, quantities: str, **settings: Any) -> SpectralProbe:
         """Return a probe of every step."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import warnings
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -32,20 +33,13 @@ def final_loss(run: Run, steps: int, every: int, correct: bool) -> tuple[float, 
     settings = {"quantities": rule.quantities, "correction": rule, "mode": "correct"}
     probe = SpectralProbe(run.model, run.optimizer, every_n_steps=every, **settings) if correct else None
     losses = []
-
-    def step() -> float:
-        run.optimizer.zero_grad()
-        loss = run.loss()
-        loss.backward()
-        run.optimizer.step()
-        return float(loss.detach())
-
     for _ in range(steps):
-        if probe is None:
-            losses.append(step())
-        else:
-            with probe.step():
-                losses.append(step())
+        with nullcontext() if probe is None else probe.step():
+            run.optimizer.zero_grad()
+            loss = run.loss()
+            loss.backward()
+            run.optimizer.step()
+        losses.append(float(loss.detach()))
         run.schedule.step()
         if not math.isfinite(losses[-1]):
             return math.inf, {}

@@ -46,6 +46,28 @@ def image(x: Tensor) -> Tensor:
 SQUARE = square(2000, torch.Generator().manual_seed(5))
 
 
+def of_image(model: nn.Module, seed: int, lr: float, points: Tensor = SQUARE) -> Run:
+    """Learn the image from some of its points; ``points`` are those that a run is judged by."""
+    source = private(seed)
+
+    def error(x: Tensor) -> Tensor:
+        return mse_loss(model(x), image(x))
+
+    return trained(model, lambda: error(square(1024, source)), lambda: error(points), lr)
+
+
+def of_digits(model: nn.Module, seed: int, flat: bool = True) -> Run:
+    """Classify digits with Adam at 1e-3."""
+    source, data = private(seed), digit_split()
+    x, test = (part.flatten(1) if flat else part.view(-1, 8, 8) for part in (data.x, data.test_x))
+
+    def loss() -> Tensor:
+        rows = torch.randint(len(x), (64,), generator=source)
+        return cross_entropy(model(x[rows]), data.y[rows])
+
+    return trained(model, loss, lambda: cross_entropy(model(test), data.test_y), 1e-3)
+
+
 class Sine(nn.Module):
     """A layer of a SIREN: the sine of 30 times what its weights make."""
 
@@ -61,14 +83,10 @@ class Sine(nn.Module):
 
 def siren(seed: int, width: float) -> Run:
     torch.manual_seed(seed)
-    n, source = round(128 * width), private(seed)
+    n = round(128 * width)
     model = nn.Sequential(Sine(2, n, True), Sine(n, n), Sine(n, n), nn.Linear(n, 1))
     nn.init.uniform_(model[-1].weight, -math.sqrt(6 / n) / 30, math.sqrt(6 / n) / 30)
-
-    def error(x: Tensor) -> Tensor:
-        return mse_loss(model(x), image(x))
-
-    return trained(model, lambda: error(square(1024, source)), lambda: error(SQUARE), 1e-4)
+    return of_image(model, seed, 1e-4)
 
 
 class Coupling(nn.Module):
@@ -188,12 +206,7 @@ class Filters(nn.Module):
 
 def filters(seed: int, width: float) -> Run:
     torch.manual_seed(seed)
-    model, source = Filters(round(128 * width)), private(seed)
-
-    def error(x: Tensor) -> Tensor:
-        return mse_loss(model(x), image(x))
-
-    return trained(model, lambda: error(square(1024, source)), lambda: error(SQUARE), 1e-2)
+    return of_image(Filters(round(128 * width)), seed, 1e-2)
 
 
 def hamiltonian(seed: int, width: float) -> Run:
@@ -246,14 +259,7 @@ class Hyper(nn.Module):
 
 def hyper(seed: int, width: float) -> Run:
     torch.manual_seed(seed)
-    model, source, data = Hyper(round(32 * width)), private(seed), digit_split()
-    x, test = data.x.flatten(1), data.test_x.flatten(1)
-
-    def loss() -> Tensor:
-        rows = torch.randint(len(x), (64,), generator=source)
-        return cross_entropy(model(x[rows]), data.y[rows])
-
-    return trained(model, loss, lambda: cross_entropy(model(test), data.test_y), 1e-3)
+    return of_digits(Hyper(round(32 * width)), seed)
 
 
 def digits_flow(seed: int, width: float) -> Run:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, mse_loss, normalize, softplus
 from torch.optim import SGD, AdamW
 
-from benchmarks.rates.steep import STEPS, image, moons, perceptron, square, trained
+from benchmarks.rates.steep import STEPS, moons, of_digits, of_image, perceptron, square, trained
 from benchmarks.recipes.development.common import digit_split, fixed, private
 from benchmarks.recipes.recipe import Recipe
 from benchmarks.recipes.run import Run, cosine
@@ -66,18 +66,6 @@ class Plain(nn.Module):
             h = h + attend(h, h, h, need_weights=False)[0]
             h = h + mlp(h)
         return self.head(h.mean(1))
-
-
-def of_digits(model: nn.Module, seed: int, flat: bool = True) -> Run:
-    """Classify digits with Adam at 1e-3."""
-    source, data = private(seed), digit_split()
-    x, test = (part.flatten(1) if flat else part.view(-1, 8, 8) for part in (data.x, data.test_x))
-
-    def loss() -> Tensor:
-        rows = torch.randint(len(x), (64,), generator=source)
-        return cross_entropy(model(x[rows]), data.y[rows])
-
-    return trained(model, loss, lambda: cross_entropy(model(test), data.test_y), 1e-3)
 
 
 def unnormalized(seed: int, width: float) -> Run:
@@ -183,12 +171,7 @@ class Waves(nn.Module):
 
 def fourier(seed: int, width: float) -> Run:
     torch.manual_seed(seed)
-    model, source = Waves(round(128 * width)), private(seed)
-
-    def error(x: Tensor) -> Tensor:
-        return mse_loss(model(x), image(x))
-
-    return trained(model, lambda: error(square(1024, source)), lambda: error(SQUARE), 5e-4)
+    return of_image(Waves(round(128 * width)), seed, 5e-4, SQUARE)
 
 
 SQUARE = square(2000, torch.Generator().manual_seed(6))

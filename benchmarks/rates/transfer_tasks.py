@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -206,19 +207,12 @@ def train(name: str, method: str, width: int, lr: float, seed: int, data: str) -
     sample, generator, losses = task.batches(data), torch.Generator().manual_seed(seed + 1), []
     for _ in range(task.steps):
         batch = sample(generator)
-
-        def step(batch: Batch = batch) -> float:
+        with nullcontext() if probe is None else probe.step():
             optimizer.zero_grad()
             loss = model(*batch)
             loss.backward()
             optimizer.step()
-            return float(loss.detach())
-
-        if probe is None:
-            losses.append(step())
-        else:
-            with probe.step():
-                losses.append(step())
+        losses.append(float(loss.detach()))
         scheduler.step()
         if not math.isfinite(losses[-1]):
             return math.inf

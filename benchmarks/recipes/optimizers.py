@@ -97,6 +97,22 @@ class AdamWScheduleFree(Optimizer):
         return None
 
 
+def averaged(optimizer: AdamWScheduleFree, evaluate: Callable[[], float]) -> Callable[[], float]:
+    """Evaluate at the averages and put the parameters back as they were, to the bit."""
+
+    @torch.no_grad()
+    def evaluation() -> float:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        before = [p.clone() for p in parameters]
+        optimizer.eval()
+        figure = evaluate()
+        for p, old in zip(parameters, before, strict=True):
+            p.copy_(old)
+        return figure
+
+    return evaluation
+
+
 def sharpness_aware(generator: torch.Generator, rho: float = 0.05) -> Callable[[Run], None]:
     """Make an update that steps by the gradient at the worst point near the weights (SAM; Foret et al., 2021).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -13,6 +13,7 @@ from spectral_monitor.condition.findings import Finding, findings
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.references import width_transfer
+from spectral_monitor.condition.references.width_transfer import WidthComparison
 from spectral_monitor.condition.root_causes import Case, verdicts
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.settings import NAMED_BY, SpectralCondition
@@ -107,7 +108,7 @@ class Judge:
         self._waited: dict[str, int] = {}  # layer -> measurements since its optimizer stepped
         self._largest_steps: dict[str, float] = {}  # as in Network
         self._initial_sizes: dict[str, float] = {}  # as in Network
-        self._comparisons: list[width_transfer.WidthComparison] = []  # with a profile of a narrower network
+        self._comparisons: list[WidthComparison] = []  # with a profile of a narrower network
 
     @property
     def waits(self) -> str:
@@ -321,7 +322,8 @@ class Judge:
         self._fresh, self._new = state["fresh"], frozenset(state.get("new", ()))
         self._frozen = set(state.get("frozen", ()))
         self._largest_steps, self._initial_sizes = dict(state["steps"]), dict(state["began"])
-        self._comparisons = [width_transfer.WidthComparison(**compared) for compared in state["widths"]]
+        kept = [field.name for field in fields(WidthComparison)]  # older states have more
+        self._comparisons = [WidthComparison(**{name: each[name] for name in kept}) for each in state["widths"]]
         self._announced = {(layer, code) for layer, code in state["told"]}
         self._zero_start.load_state_dict(state["startup"])
         self._whole.load_state_dict(state["whole"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -101,8 +102,8 @@ def looks_drawn(layers: Sequence[Layer]) -> bool:
     dense = [layer for layer in layers if layer.info.is_dense]
     if any(layer.compute is not None or not layer.sources[0].requires_grad for layer in dense):
         return False
-    found = sorted(ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(layer) if ratio > 0)
-    return not found or found[len(found) // 2] >= FRESH
+    found = [ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(layer) if ratio > 0]
+    return not found or statistics.median_high(found) >= FRESH
 
 
 @torch.no_grad()

@@ -11,16 +11,13 @@ from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
 from tests.attention.families import COMMON, FAMILIES, HEADS, LENGTH, SIZE, TOKENS, WIDTH, Family, make
+from tests.one_step import after_one_step
 
 KEYS = ["attention_logit_max", "attention_entropy", "attention_entropy_lowest", "attention_sink"]
 
 
 def measured(family, keys=KEYS, lr=0.05, **more):
-    optimizer = torch.optim.SGD(family.model.parameters(), lr=lr)
-    probe = SpectralProbe(family.model, optimizer, quantities=keys, **more)
-    with probe.step():
-        family.loss().backward()
-        optimizer.step()
+    probe = after_one_step(family.model, family.loss, lr=lr, quantities=keys, **more)
     return probe.latest
 
 

@@ -26,13 +26,17 @@ def text(steps):
     return ids
 
 
-def run(factor, ignore=()):
+def llama():
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=TOKENS,
         max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
-    model = hf.LlamaForCausalLM(config)
+    return hf.LlamaForCausalLM(config)
+
+
+def run(factor, ignore=()):
+    model = llama()
     named = dict(model.named_parameters())
     fast = [p for name, p in named.items() if "q_proj" in name or "k_proj" in name]
     rest = [p for name, p in named.items() if "q_proj" not in name and "k_proj" not in name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.quantities import QUANTITIES
 from tests.attention.families import FAMILIES, WIDTH, make
+from tests.one_step import after_one_step
 
 KEYS = [key for key in QUANTITIES if key.startswith(("attention_", "qk_"))]
+QK = [key for key in KEYS if key.startswith("qk_")]
 
 
 def hooks(model):
@@ -21,23 +24,20 @@ def hooks(model):
     return sum(len(getattr(module, name)) for module in model.modules() for name in names)
 
 
+@pytest.mark.parametrize("keys", [KEYS, QK], ids=["all", "weights alone"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_training_is_bit_identical_and_nothing_stays(name):
+def test_training_is_bit_identical_and_nothing_stays(name, keys):
     results = []
     for watched in (False, True):
         family = make(name)
         optimizer = torch.optim.AdamW(family.model.parameters(), lr=1e-2)
-        probe = SpectralProbe(family.model, optimizer, quantities=KEYS) if watched else None
+        probe = SpectralProbe(family.model, optimizer, quantities=keys) if watched else None
         torch.manual_seed(9)
         for _ in range(3):
             optimizer.zero_grad()
-            if probe is None:
+            with probe.step() if watched else nullcontext():
                 family.loss().backward()
                 optimizer.step()
-            else:
-                with probe.step():
-                    family.loss().backward()
-                    optimizer.step()
         results.append([*family.model.state_dict().values(), torch.rand(3)])
         assert hooks(family.model) == 0
     assert all(map(torch.equal, *results))
@@ -72,11 +72,7 @@ def test_with_features_and_replays_the_numbers_are_those_of_the_step():
     found = []
     for more in ([], ["feature_change", "bfa", "feature_drift"]):
         family = make("gpt2")
-        optimizer = torch.optim.SGD(family.model.parameters(), lr=0.5)
-        probe = SpectralProbe(family.model, optimizer, quantities=[*KEYS, *more])
-        with probe.step():
-            family.loss().backward()
-            optimizer.step()
+        probe = after_one_step(family.model, family.loss, lr=0.5, quantities=[*KEYS, *more])
         found.append([probe.latest.value(key, family.layer) for key in KEYS])
     assert found[0] == found[1]
 
@@ -100,11 +96,7 @@ def test_activation_checkpointing_is_seen_once():
         family = make("gpt2")
         if again:
             family.model.gradient_checkpointing_enable()
-        optimizer = torch.optim.SGD(family.model.parameters(), lr=0.1)
-        probe = SpectralProbe(family.model, optimizer, quantities=KEYS)
-        with probe.step():
-            family.loss().backward()
-            optimizer.step()
+        probe = after_one_step(family.model, family.loss, quantities=KEYS)
         found.append([probe.latest.value(key, family.layer) for key in KEYS])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
@@ -113,11 +105,7 @@ def test_what_is_compiled_has_a_reason():
     family = make("gpt2")
     model = family.model
     model.transformer.h[0].compile(backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=KEYS)
-    with probe.step():
-        family.loss().backward()
-        optimizer.step()
+    probe = after_one_step(model, family.loss, quantities=KEYS)
     assert "compiled" in probe.latest.why("attention_sink", "transformer.h.0.attn.c_attn")
     assert math.isfinite(probe.latest.value("attention_sink", "transformer.h.1.attn.c_attn"))
     assert math.isfinite(probe.latest.value("qk_gain", "transformer.h.0.attn.c_attn"))
@@ -137,11 +125,7 @@ class Broken(nn.Module):
 
 def test_names_alone_make_no_attention():
     model = nn.Sequential(Broken(), nn.Linear(WIDTH, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=KEYS)
-    with probe.step():
-        model(torch.randn(3, 5, WIDTH)).square().mean().backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model(torch.randn(3, 5, WIDTH)).square().mean(), quantities=KEYS)
     assert math.isnan(probe.latest.value("attention_logit_max", "0.q_proj"))
     assert probe.latest.why("attention_logit_max", "0.q_proj")
 
@@ -150,11 +134,7 @@ def test_infinite_logits_are_said():
     family = make("gpt2")
     with torch.no_grad():
         family.model.transformer.h[0].attn.c_attn.weight[0, 0] = torch.nan
-    optimizer = torch.optim.SGD(family.model.parameters(), lr=0.1)
-    probe = SpectralProbe(family.model, optimizer, quantities=KEYS)
-    with probe.step():
-        family.loss().backward()
-        optimizer.step()
+    probe = after_one_step(family.model, family.loss, quantities=KEYS)
     for key in ("attention_sink", "qk_gain"):
         assert probe.latest.why(key, family.layer) == "NaN or inf in its values"
 

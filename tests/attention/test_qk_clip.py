@@ -11,7 +11,7 @@ import transformers as hf
 from spectral_monitor import LRCorrection, SpectralCondition, SpectralProbe
 from spectral_monitor.condition.settings import CHECKS
 from tests.attention.families import TOKENS
-from tests.attention.test_named_before_the_loss_rises import RATE, text
+from tests.attention.test_named_before_the_loss_rises import RATE, llama, text
 
 LIMIT = 50.0
 FAST = [f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qk"]
@@ -19,12 +19,7 @@ FAST = [f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "q
 
 def train(factor, steps, **settings):
     """A LLaMA whose queries and keys learn ``factor`` times as fast, where verdicts mend nothing."""
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=TOKENS,
-        max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    model = hf.LlamaForCausalLM(config)
+    model = llama()
     named = dict(model.named_parameters())
     fast = [named[f"{name}.weight"] for name in FAST]
     groups = [{"params": [p for p in named.values() if not any(p is q for q in fast)]}]

@@ -10,17 +10,14 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from tests.attention.families import FAMILIES, HEADS, SIZE, WIDTH, gpt2, llama, make
+from tests.attention.families import FAMILIES, HEADS, SIZE, WIDTH, make
+from tests.one_step import after_one_step
 
 KEYS = ["qk_gain", "qk_gain_head", "qk_update"]
 
 
 def measured(family, lr=0.05, **more):
-    optimizer = torch.optim.SGD(family.model.parameters(), lr=lr)
-    probe = SpectralProbe(family.model, optimizer, quantities=KEYS, **more)
-    with probe.step():
-        family.loss().backward()
-        optimizer.step()
+    probe = after_one_step(family.model, family.loss, lr=lr, quantities=KEYS, **more)
     return probe.latest
 
 
@@ -101,11 +98,7 @@ def run_unknown(**more):
     torch.manual_seed(2)
     model = nn.Sequential(Unknown(), nn.Linear(WIDTH, 3))
     before = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=KEYS, **more)
-    with probe.step():
-        model(torch.randn(2, 5, WIDTH)).square().mean().backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model(torch.randn(2, 5, WIDTH)).square().mean(), quantities=KEYS, **more)
     return before[0], probe.latest
 
 
@@ -145,27 +138,6 @@ def test_heads_of_a_network_without_attention_are_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"heads: .*: no module with projections of queries and keys was found"):
         SpectralProbe(model, optimizer, heads={"*.attn": 2})
-
-
-@pytest.mark.parametrize("make_family", [gpt2, llama])
-def test_training_is_bit_identical(make_family):
-    results = []
-    for watched in (False, True):
-        torch.manual_seed(0)
-        family = make_family()
-        optimizer = torch.optim.AdamW(family.model.parameters(), lr=1e-2)
-        probe = SpectralProbe(family.model, optimizer, quantities=KEYS) if watched else None
-        for _ in range(3):
-            optimizer.zero_grad()
-            if probe is None:
-                family.loss().backward()
-                optimizer.step()
-            else:
-                with probe.step():
-                    family.loss().backward()
-                    optimizer.step()
-        results.append([p.detach().clone() for p in family.model.parameters()])
-    assert all(map(torch.equal, *results))
 
 
 def test_a_step_that_changes_nothing_has_no_update():

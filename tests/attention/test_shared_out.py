@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.layers.attention import AttentionBlock, Projection, local_heads
 from tests.gloo import on_processes
+from tests.one_step import training_step
 
 WEIGHTS = ("qk_gain", "qk_gain_head", "qk_update")
 ROWS = ("attention_logit_max", "attention_entropy", "attention_entropy_lowest", "attention_sink")
@@ -82,10 +83,8 @@ def job(kind, way, key_heads=2):
     )
     for k in range(2):
         tokens = torch.randint(19, (4, 12), generator=torch.Generator().manual_seed(k))
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             loss(tokens[rank::count] if way == "fsdp2" else tokens).backward()
-            optimizer.step()
     layers = [layer.info.name for layer in probe.anatomy.layers if layer.info.name.endswith("q_proj")]
     values = {key: [m.value(key, layer) for m in probe.measurements for layer in layers] for key in (*WEIGHTS, *ROWS)}
     return [values, {key: probe.latest.why(key, layers[0]) for key in (*WEIGHTS, *ROWS)}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -47,13 +49,9 @@ def trained(make, monitored=True):
     probe = SpectralProbe(model, optimizer, mode="observe") if monitored else None
     for x in torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(1)):
         optimizer.zero_grad()
-        if probe is None:
+        with nullcontext() if probe is None else probe.step():
             model(x).square().mean().backward()
             optimizer.step()
-        else:
-            with probe.step():
-                model(x).square().mean().backward()
-                optimizer.step()
     return model, probe
 
 

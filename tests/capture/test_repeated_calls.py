@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
+from tests.one_step import training_step
 
 ROWS, CALLS, ROOM = 256, 12, 512
 KEYS = ["feature_rms", "feature_change", "feature_change_local", "bfa_cos", "sensitivity", "backward_stable_rank"]
@@ -43,12 +44,10 @@ def stepped(sizes, look=None, quantities=KEYS, **settings):
     probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe", **settings)
     x = torch.randn(max(sizes), 32)
     for _ in range(2):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x).backward()
             if look is not None:
                 look(model, probe._engine.features.capture.calls[0])
-            optimizer.step()
     return probe.latest
 
 

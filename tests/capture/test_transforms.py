@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -77,13 +78,9 @@ def trained(make, step, monitored):
     probe = SpectralProbe(model, optimizer, mode="observe") if monitored else None
     for x in torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1)):
         optimizer.zero_grad()
-        if probe is None:
+        with nullcontext() if probe is None else probe.step():
             step(model, x)
             optimizer.step()
-        else:
-            with probe.step():
-                step(model, x)
-                optimizer.step()
     return model, probe
 
 

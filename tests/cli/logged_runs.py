@@ -13,6 +13,7 @@ from spectral_monitor import LayerInfo, Measurement, SpectralProbe, Verdict
 from spectral_monitor.cli import main
 from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting import JSONLinesSink
+from tests.one_step import training_step
 
 FILE = "spectral_monitor.jsonl"
 COMMAND = Path(sys.executable).with_name("spectral-monitor")
@@ -90,8 +91,6 @@ def trained(folder, faulty):
     )
     x, y = torch.randn(64, 32), torch.randint(5, (64,))
     for _ in range(30):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
     return folder

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition.whole_network import Whole
+from tests.one_step import training_step
 
 BATCH = "the batch holds NaN or inf"
 
@@ -23,10 +24,8 @@ def train(steps, spoil, lr=1e-3):
         x, y = torch.randn(32, 16), torch.randint(4, (32,))
         if step == steps - 2:
             spoil(x)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             cross_entropy(model(x), y).backward()
-            optimizer.step()
     return {verdict.cause: verdict for verdict in probe.verdicts}["diverged"], probe
 
 

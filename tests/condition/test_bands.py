@@ -11,6 +11,7 @@ from spectral_monitor import LRCorrection, SpectralCondition, SpectralProbe
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.findings import SMALLEST, Finding
 from spectral_monitor.fitting.medians import geometric_median
+from tests.one_step import training_step
 
 
 def probe_of(mode="warn", **settings):
@@ -19,10 +20,8 @@ def probe_of(mode="warn", **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     probe = SpectralProbe(model, optimizer, quantities="light", mode=mode, **settings)
     for _ in range(5):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(torch.randn(32, 16)).square().mean().backward()
-            optimizer.step()
     return probe
 
 

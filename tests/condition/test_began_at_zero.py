@@ -16,6 +16,7 @@ from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.trends.zero_start import GRACE, ZeroStartGate
 from tests.condition.synthetic import LAYERS, ZERO, measured, nothing, set_by
+from tests.one_step import training_step
 
 FAST = {"update_natural": {"head": 10.0}}
 
@@ -33,10 +34,8 @@ def trained(every, *, mode="observe", quantities="light", steps=12, schedule=lam
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         x = torch.randn(64, 32, generator=generator)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long()).backward()
-            optimizer.step()
         scheduler.step()
     return probe
 

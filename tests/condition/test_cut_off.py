@@ -15,6 +15,7 @@ from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import columns
 from spectral_monitor.measurement import UNUSED
 from tests.condition.synthetic import LAYERS, measured, nothing, set_by
+from tests.one_step import training_step
 
 
 class Net(nn.Module):
@@ -41,11 +42,9 @@ def causes(model, optimizer=None, steps=4):
     probe = SpectralProbe(model, optimizer, mode="observe")
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(steps):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             x = torch.randn(32, 16, generator=generator)
             nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-            optimizer.step()
         found.append({verdict.cause: set(verdict.layers) for verdict in probe.latest.roots})
     return found
 
@@ -84,10 +83,8 @@ def test_a_gradient_that_comes_later_lifts_it():
     x = torch.randn(32, 16)
     for step in range(8):
         model.cut = 0 if step > 3 else 2
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-            optimizer.step()
         assert ("dead" in {verdict.cause for verdict in probe.latest.verdicts}) == (1 <= step <= 3), step
 
 
@@ -98,10 +95,8 @@ def test_layers_that_have_moved_before_are_not_cut_off():
     probe = SpectralProbe(model, optimizer, mode="observe")
     for step in range(6):
         model.cut = 2 if step else 0
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(torch.randn(32, 16)).square().mean().backward()
-            optimizer.step()
     assert not probe.latest.verdicts
 
 

@@ -12,6 +12,7 @@ from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.trends.decay import DecayTrend
 from tests.condition.synthetic import LAYERS, judged, measured, set_by
+from tests.one_step import training_step
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -160,11 +161,9 @@ def trained(kind, decay, steps=150):
     for _ in range(steps):
         x = torch.randn(64, 16, generator=data)
         y = x[:, :1] * x[:, 1:2] + x[:, 2:3].sin()
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             loss = (model(x) - y).square().mean()
             loss.backward()
-            optimizer.step()
         for verdict in probe.latest.roots:
             found.setdefault(verdict.cause, verdict.remedy)
     return found, loss.item() / y.var().item()
@@ -201,11 +200,9 @@ def test_a_penalty_in_the_loss_is_not_the_decay_of_adam(decay, blamed):
     probe, causes = SpectralProbe(model, optimizer, mode="observe", quantities="light"), set()
     for _ in range(100):
         x = torch.randn(64, 16)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             penalty = sum(p.square().sum() for p in model.parameters())
             ((model(x) - x[:, :1]).square().mean() + (0.0 if blamed else 0.03) * penalty).backward()
-            optimizer.step()
         causes |= {v.cause for v in probe.latest.roots}
     first = probe.measurements[0].value("weight_fro", "2")
     assert probe.latest.value("weight_fro", "2") < 0.5 * first

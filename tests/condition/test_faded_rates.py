@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmResta
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
 from tests.condition.synthetic import LAYERS, measured, set_by, verdicts_on
+from tests.one_step import training_step
 
 
 def told(schedule, steps=128, momentum=0.9):
@@ -24,10 +25,8 @@ def told(schedule, steps=128, momentum=0.9):
     probe = SpectralProbe(model, optimizer, every_n_steps=4, mode="observe")
     for step in range(1, steps + 1):
         x = torch.randn(32, 16)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-            optimizer.step()
         scheduler.step()
         said = [verdict.sentence for verdict in probe.verdicts if "ends too early" in verdict.sentence]
         if said:
@@ -47,10 +46,8 @@ def test_updates_that_are_lost_at_the_end_of_a_schedule_are_no_other_fault(optim
         probe = SpectralProbe(model, made, every_n_steps=4, mode="observe")
         for _ in range(40):
             x = torch.randn(32, 16)
-            with probe.step():
-                made.zero_grad()
+            with training_step(probe, made):
                 nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-                made.step()
             if scheduler is not None:
                 scheduler.step()
         return [verdict.cause for verdict in probe.verdicts]

@@ -16,6 +16,7 @@ from spectral_monitor.condition.network import ALIKE
 from spectral_monitor.condition.trends.pace import SETTLED
 from tests.condition.synthetic import LAYERS, measured
 from tests.condition.test_documented_limits import PAGE, is_off, numbers
+from tests.one_step import training_step
 
 COLLAPSED = "features_collapsed"
 
@@ -91,10 +92,8 @@ def train(activation, norm, depth=8, width=64, steps=64, lr=1e-3):
     probe = SpectralProbe(model, optimizer, every_n_steps=8, on_verdict=said.append)
     for _ in range(steps):
         some = torch.randint(len(x), (64,))
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(x[some]), y[some]).backward()
-            optimizer.step()
     return {verdict.cause for verdict in said}, probe.latest
 
 

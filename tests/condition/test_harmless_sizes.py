@@ -18,6 +18,7 @@ from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import LayerInfo
 from tests.condition.synthetic import LAYERS, judged, measured, set_by
+from tests.one_step import training_step
 
 WIDTH = 64
 
@@ -54,10 +55,8 @@ def causes(model, optimizer, x, steps=6, **settings):
     y = torch.randint(4, (len(x),))
     said = set()
     for _ in range(steps):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
         said |= {(verdict.layer, verdict.cause) for verdict in probe.verdicts}
     return said
 
@@ -198,10 +197,8 @@ def test_small_steps_are_the_fault_of_weights_that_all_began_large(std, said):
     optimizer = torch.optim.Adam(model.parameters(), 1e-4 if std == 1.0 else 1e-5)
     probe = SpectralProbe(model, optimizer, every_n_steps=4)
     for _ in range(40):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
     (verdict,) = (verdict for verdict in probe.verdicts if verdict.layer == NETWORK)
     assert verdict.cause == said[0]
     assert said[1] == 0 or verdict.remedy.value == pytest.approx(0.6 / said[1], rel=0.1), "the gain is the root of 64"
@@ -226,10 +223,8 @@ def test_a_dead_network_is_dead_with_weight_decay_too(decay, cause):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=decay)
     probe = SpectralProbe(model, optimizer, every_n_steps=1)
     for _ in range(30):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             functional.cross_entropy(model(torch.randn(32, WIDTH)), torch.randint(4, (32,))).backward()
-            optimizer.step()
     assert {verdict.cause for verdict in probe.verdicts if verdict.is_root} == {cause}
 
 
@@ -257,10 +252,8 @@ def test_where_vectors_alone_are_trained_it_is_not_said_that_nothing_moves(how):
     optimizer = torch.optim.SGD(groups, 0.1)
     probe = SpectralProbe(model, optimizer, every_n_steps=1)
     for _ in range(3):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             functional.cross_entropy(model(torch.randn(32, WIDTH)), torch.randint(4, (32,))).backward()
-            optimizer.step()
     assert probe.verdicts[0].sentence.startswith("no matrix moves, only biases and gains do: ")
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition.optimizers.left_out import ROUNDED
+from tests.one_step import training_step
 
 WIDTH = 32
 
@@ -40,8 +41,7 @@ def train(model, parameters=None, steps=6, sharpness=0.0):
     probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     for _ in range(steps):
         x = torch.randn(32, 16)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
             if sharpness:
                 uphill = [sharpness * p.grad for p in model.parameters()]
@@ -50,7 +50,6 @@ def train(model, parameters=None, steps=6, sharpness=0.0):
                 functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
                 with torch.no_grad():
                     torch._foreach_sub_(list(model.parameters()), uphill)
-            optimizer.step()
     return {verdict.layer: verdict for verdict in probe.verdicts}
 
 
@@ -201,10 +200,8 @@ def test_what_has_moved_before_was_not_forgotten():
     for step in range(8):
         x = torch.randn(32, 16)
         model.blocks[0].requires_grad_(step < 3)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-            optimizer.step()
     assert not [verdict for verdict in probe.verdicts if verdict.cause == "left_out"]
 
 
@@ -294,8 +291,6 @@ def test_what_is_no_matrix_and_whose_optimizer_has_not_stepped_yet():
     probe = SpectralProbe(model, [matrices, rare], every_n_steps=1, mode="observe")
     for _ in range(6):
         x = torch.randn(32, 16)
-        with probe.step():
-            matrices.zero_grad()
+        with training_step(probe, matrices):
             functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-            matrices.step()
     assert not [verdict for verdict in probe.verdicts if verdict.cause == "left_out"]

@@ -11,6 +11,7 @@ from spectral_monitor.condition import NETWORK
 from spectral_monitor.condition.findings import DIVIDED
 from spectral_monitor.measurement import LOST
 from tests.condition.synthetic import LAYERS, judged, measured, set_by
+from tests.one_step import training_step
 
 ARRIVES = "a gradient arrives, but nothing of it is left in the update"
 
@@ -34,10 +35,8 @@ def trained(lr, *, dead=(), bias=0.1, scale=1.0, dtype=torch.bfloat16, quantitie
     probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe")
     x, y = torch.randn(64, 16, dtype=dtype), torch.randn(64, 4)
     for _ in range(steps):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (model(x).float() - y).square().mean().backward()
-            optimizer.step()
     return probe
 
 

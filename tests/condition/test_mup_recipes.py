@@ -13,6 +13,7 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.reporting.content.typical import vs_typical
 from spectral_monitor.scaling import MUP
+from tests.one_step import training_step
 
 BASE, STEPS = 64, 12
 MATRICES = ("0", "2", "4", "6.linear")
@@ -67,10 +68,8 @@ def last(recipe, optimizer, width, factor=1.0):
     for _ in range(STEPS):
         x = torch.randn(64, 32)
         y = torch.stack([x[:, 0] * x[:, 1], x[:, 2:5].sum(1), x[:, 5], x[:, 6]], 1)
-        with probe.step():
-            chosen.zero_grad()
+        with training_step(probe, chosen):
             (model(x) - y).square().mean().backward()
-            chosen.step()
     probe.close()
     return probe.latest
 

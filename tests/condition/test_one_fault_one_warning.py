@@ -8,6 +8,7 @@ from torch import nn
 
 from spectral_monitor import SpectralConditionWarning, SpectralProbe
 from spectral_monitor.reporting.content.headline import headline
+from tests.one_step import training_step
 
 BLOCKS, WIDTH, VOCABULARY, CONTEXT = 12, 32, 40, 16
 
@@ -53,11 +54,9 @@ def trained(faulty, steps=33):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
-            with probe.step():
-                optimizer.zero_grad()
+            with training_step(probe, optimizer):
                 logits = model(ids[:, :-1])
                 nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-                optimizer.step()
     told = [str(w.message) for w in caught if issubclass(w.category, SpectralConditionWarning)]
     return told, probe.latest
 

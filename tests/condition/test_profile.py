@@ -14,6 +14,7 @@ from spectral_monitor.condition import Judge, SpectralCondition, load_profile, s
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.references.profile import Fans
 from tests.condition.synthetic import LAYERS, judged, measured, nothing
+from tests.one_step import training_step
 
 
 @pytest.fixture
@@ -296,10 +297,8 @@ def test_a_profile_of_a_real_run(tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         watching = SpectralProbe(model, optimizer, quantities="light")
         for _ in range(4):
-            with watching.step():
-                optimizer.zero_grad()
+            with training_step(watching, optimizer):
                 model(torch.randn(32, 8)).square().mean().backward()
-                optimizer.step()
         return watching.measurements
 
     save_profile(probe(16), tmp_path / "p.json")

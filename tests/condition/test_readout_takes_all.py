@@ -17,6 +17,7 @@ from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.trends.readout import ReadoutTrend
 from tests.condition.synthetic import LAYERS, judged, measured, only_verdict, set_by, verdicts_on
+from tests.one_step import training_step
 
 
 def told(shares, settings=None, judge=None, every=20, first=1, **changed):
@@ -109,12 +110,10 @@ def train(hidden, readout, steps=10):
     x, shares = torch.randn(32, 16), []
     probe = SpectralProbe(network, optimizer, every_n_steps=1, quantities="light", mode="observe")
     for _ in range(steps):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (network(x) - x[:, :1]).square().mean().backward()
             parts = [lr * float(p.grad.square().sum()) for p, lr in zip(network.parameters(), rates, strict=True)]
             shares.append(sum(parts[4:]) / sum(parts))
-            optimizer.step()
     return probe, shares
 
 
@@ -135,10 +134,8 @@ def test_a_real_network_whose_readout_takes_all(scale, expected):
     x = torch.randn(64, 4)
     targets = scale * (1 + (2 * x[:, :1]).sin() * x[:, 1:2])
     for _ in range(400):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (network(x) - targets).square().mean().backward()
-            optimizer.step()
     causes = {verdict.cause for m in probe.measurements for verdict in m.roots}
     assert ("readout_takes_all" in causes) == expected
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from tests.one_step import after_one_step, training_step
 from tests.resume.resuming import QUIET
 
 CAUSES = {"eval_mode", "dropout", "loss_input"}
@@ -77,11 +78,7 @@ def test_it_is_told_at_the_first_measurement(train, make, causes):
 
 def test_a_loss_that_was_not_seen_says_so():
     model = network(0.1, nn.Softmax(-1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    probe = SpectralProbe(model, optimizer, mode="observe")
-    with probe.step():
-        F.cross_entropy(model(X), Y).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: F.cross_entropy(model(X), Y), mode="observe")
     assert "report_loss" in probe.latest.why("unfit_loss_input", "summary")
     assert not {verdict.cause for verdict in probe.latest.verdicts} & CAUSES
 
@@ -93,8 +90,6 @@ def test_evaluation_that_is_not_left_again_is_told_then():
     for step in range(4):
         if step == 2:
             model.eval()
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             F.cross_entropy(model(X), Y).backward()
-            optimizer.step()
         assert ("eval_mode" in {verdict.cause for verdict in probe.latest.roots}) == (step >= 2)

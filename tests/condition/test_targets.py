@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import SpectralConditionWarning, SpectralMonitor, SpectralProbe, check
+from tests.one_step import training_step
 
 X = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
 Y = X[:, :1] * X[:, 1:2] + X[:, 2:3].sin()
@@ -77,13 +78,11 @@ def in_a_loop(scale, tell):
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     probe = SpectralProbe(model, optimizer, mode="observe")
     for _ in range(3):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             loss = F.mse_loss(model(X), scale * Y)
             if tell:
                 probe.report_loss(loss)
             loss.backward()
-            optimizer.step()
     return [verdict.cause for verdict in probe.measurements[0].verdicts]
 
 

@@ -10,16 +10,15 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
+from tests.one_step import training_step
 
 WIDTH = 32
 
 
 def step(probe, model, optimizer):
     x = torch.randn(32, WIDTH)
-    with probe.step():
-        optimizer.zero_grad()
+    with training_step(probe, optimizer):
         functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-        optimizer.step()
     return {verdict.cause: verdict for verdict in probe.verdicts}
 
 

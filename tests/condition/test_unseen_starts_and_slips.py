@@ -13,6 +13,7 @@ from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.optimizers.rates import rates
 from spectral_monitor.measurement import LayerInfo
 from tests.condition.synthetic import LAYERS, WATCHFUL, measured, nothing, set_by, verdicts_on
+from tests.one_step import training_step
 
 
 def fast(name, factor, step, steps=4):
@@ -67,11 +68,9 @@ def test_a_temperature_that_runs_away_is_named(rate, told):
     probe, causes = SpectralProbe(model, optimizer, mode="observe", quantities="light"), set()
     for _ in range(12):
         x = torch.randn(32, 16)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             logits = model(x, x + 0.3 * torch.randn(32, 16))
             nn.functional.cross_entropy(logits, torch.arange(32)).backward()
-            optimizer.step()
         causes |= {(v.layer, v.cause) for v in probe.latest.roots}
     assert (("scale", "lr_too_large") in causes) == told
     assert told or not causes
@@ -107,10 +106,8 @@ def test_a_loss_so_small_that_gradients_drown_in_eps_is_told_and_the_readout_is_
     probe, causes = SpectralProbe(model, optimizer, mode="observe", quantities="light"), []
     for _ in range(8):
         x = torch.randn(64, 32)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (scale * (model(x) - x[:, :1]).square().mean()).backward()
-            optimizer.step()
         causes += [(v.layer, v.cause) for v in probe.latest.roots]
     assert set(causes) == ({("network", "eps")} if told else set())
     if told:
@@ -150,10 +147,8 @@ def test_two_factors_that_are_zero_are_not_said_to_be_cut_off():
     model = Adapter()
     probe = SpectralProbe(model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), mode="observe")
     for _ in range(16):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(torch.randn(32, 8)).square().mean().backward()
-            optimizer.step()
     sentences = {v.layer: v.sentence for v in probe.latest.verdicts}
     assert set(sentences) == {"down", "up"} or set(probe.latest.roots[0].layers) == {"down", "up"}
     assert "neither of two factors that are 0 gets a gradient" in probe.latest.roots[0].sentence
@@ -176,10 +171,8 @@ def test_a_recurrent_encoder_that_is_detached_is_named():
     probe = SpectralProbe(model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), mode="observe")
     for _ in range(4):
         x = torch.randint(0, 11, (16, 5))
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(x, x).flatten(0, 1), x.flatten()).backward()
-            optimizer.step()
     (verdict,) = probe.latest.roots
     assert verdict.cause == "dead"
     assert set(verdict.layers) == {"source", "encoder.weight_ih_l0", "encoder.weight_hh_l0"}
@@ -224,11 +217,9 @@ def test_a_loss_that_has_become_nearly_nothing_is_no_matter_of_eps(every):
         torch.randn(4, 8),
     )
     for step in range(160):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             loss = (model(x) - x[:, :1]).square().mean() * (1e-9 if step > 120 else 1.0)
             loss.backward()
-            optimizer.step()
         assert probe.latest is None or not [v for v in probe.latest.verdicts if v.cause in ("eps", "unknown")]
 
 
@@ -239,10 +230,8 @@ def test_with_a_start_that_was_not_measured_eps_is_told_where_gradients_are_smal
     probe = SpectralProbe(model, optimizer, every_n_steps=25, mode="observe", quantities="light")
     for _ in range(50):
         x = torch.randn(32, 8)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (model(x) - x[:, :1]).square().mean().backward()
-            optimizer.step()
     assert "eps" in {v.cause for v in probe.latest.roots}
 
 
@@ -268,10 +257,8 @@ def causes_of(model, optimizer=None, steps=30, **options):
     optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-3)
     probe, found = SpectralProbe(model, optimizer, mode="observe", **options), {}
     for _ in range(steps):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(torch.randn(32, 8)).square().mean().backward()
-            optimizer.step()
         if probe.latest is not None and probe.latest.step == probe.steps:
             found[probe.steps] = {(v.cause, *sorted(v.layers)) for v in probe.latest.roots}
     return found
@@ -314,10 +301,8 @@ def test_a_network_that_has_learnt_all_there_is_is_not_said_to_have_too_large_an
     x = torch.randn(4, 8).double()
     probe = SpectralProbe(model, optimizer, every_n_steps=500, mode="observe", quantities="light")
     for _ in range(1000):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (model(x) - x[:, :1]).square().mean().backward()
-            optimizer.step()
     assert not [v for v in probe.latest.verdicts if v.cause == "eps"]
 
 
@@ -390,10 +375,8 @@ def test_units_between_two_constant_matrices_stay_alike_and_that_is_told_at_once
         model[2 * k].requires_grad_(False)
     probe = SpectralProbe(model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), quantities="light")
     for _ in range(2):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(8, (32,))).backward()
-            optimizer.step()
         found = {v.cause for v in probe.latest.roots}
         assert ("symmetric" in found) == told
         assert frozen or len(found) == told, "and nothing else is"

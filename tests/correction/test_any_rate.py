@@ -18,6 +18,7 @@ from spectral_monitor.correction.policies import SHARES
 from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import dissect
 from tests.correction.test_corrector import batch, perceptron
+from tests.one_step import training_step
 
 STEPS = 30
 
@@ -33,10 +34,8 @@ def run(
     probe = SpectralProbe(network, optimizer, mode="correct", quantities="light", correction=rule, **options)
     for step in range(steps):
         each(step, optimizer)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             network(batch(step, network)).logsumexp(-1).mean().backward()
-            optimizer.step()
         if scheduler is not None:
             scheduler.step()
     return probe, [p.detach().clone() for p in network.parameters()]
@@ -323,10 +322,8 @@ def test_what_is_not_measured_takes_the_usual_multiplier(make, apart):
         probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(), verbose=False, **settings)
         for _ in range(12):
             x = torch.randn(32, 8)
-            with probe.step():
-                optimizer.zero_grad()
+            with training_step(probe, optimizer):
                 (model(x)[:, 0] - x[:, 0] * x[:, 1]).square().mean().backward()
-                optimizer.step()
         return model, probe
 
     (model, probe), (same, _), (own, _) = trained(1e-2), trained(1.0), trained(1.0, exclude=["waves"])

@@ -14,6 +14,7 @@ from spectral_monitor.correction.corrector import Corrector
 from spectral_monitor.correction.wanted import MENDED
 from spectral_monitor.layers import dissect
 from tests.correction.test_corrector import LR, batch, last, perceptron
+from tests.one_step import training_step
 
 
 def learn(factor, steps=20):
@@ -25,10 +26,8 @@ def learn(factor, steps=20):
     probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
     for step in range(steps):
         x = batch(step, network)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(network(x), x[:, :5].argmax(1)).backward()
-            optimizer.step()
     return probe
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.correction.update_size import cancelled
+from tests.one_step import training_step
 
 KEYS = ["contribution", "lr"]
 
@@ -37,12 +38,10 @@ def train(steps=40, precision=None, optimizer=torch.optim.SGD, lr=0.1, **options
     for _ in range(steps):
         y = torch.randint(4, (32,))
         x = torch.randn(32, 8, 6) + F.one_hot(y, 8)[:, :, None]
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             with mixed:
                 loss = net(x, y)
             loss.backward()
-            optimizer.step()
     return probe, net
 
 

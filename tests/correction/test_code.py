@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import types
+from contextlib import nullcontext
 from functools import partial
 from textwrap import indent
 
@@ -96,11 +97,7 @@ def test_it_makes_an_optimizer_that_steps_as_the_corrected_one():
                 p.copy_(value)
         chosen = kept[0] if step == "corrected" else optimizer
         chosen.zero_grad()
-        if step == "corrected":
-            with probe.step():
-                network(batch(0, network)).logsumexp(-1).mean().backward()
-                chosen.step()
-        else:
+        with probe.step() if step == "corrected" else nullcontext():
             network(batch(0, network)).logsumexp(-1).mean().backward()
             chosen.step()
         after.append([p.detach().clone() for p in network.parameters()])

@@ -19,6 +19,7 @@ from spectral_monitor.correction.wanted import TRIAL
 from spectral_monitor.layers import dissect
 from spectral_monitor.monitoring.correction_report import CorrectionReport, held
 from spectral_monitor.parametrization.tying import units
+from tests.one_step import training_step
 
 LR = 0.05
 
@@ -52,10 +53,8 @@ def train(network, optimizer, probe, steps, first=0, rate=lambda step: LR):
     for step in range(first, first + steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             network(batch(step, network)).logsumexp(-1).mean().backward()
-            optimizer.step()
 
 
 def correcting(policy, kind=torch.optim.Adam, network=None, condition=SpectralCondition(), size="lr", **settings):
@@ -117,10 +116,8 @@ def test_target_counts_taps_as_the_weights_do():
     data = {"0": (2 * 5 / PIXELS) ** 0.25}
     wanted = {n: share(network, n, "readout" if n == "7" else "operator", data.get(n, 1.0)) for n in "0257"}
     for step in range(40):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             network(batch(step, None).view(64, 2, 35)).logsumexp(-1).mean().backward()
-            optimizer.step()
     for name, of in wanted.items():
         assert last(probe)[name] == pytest.approx(LR * of, rel=0.35), name
     references = {

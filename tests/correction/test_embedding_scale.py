@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
 from tests.condition.test_slips_in_code import Module
+from tests.one_step import training_step
 from tests.resume.resuming import QUIET
 
 SCALE, STEPS = 8.0, 40
@@ -40,10 +41,8 @@ def in_a_loop(network):
     optimizer = torch.optim.Adam(network.parameters(), 1e-3, eps=1e-15)
     probe = SpectralProbe(network, optimizer, mode="correct", quantities="light", correction=LRCorrection())
     for _ in range(STEPS):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             F.cross_entropy(network(IDS), NEXT).backward()
-            optimizer.step()
     return probe
 
 

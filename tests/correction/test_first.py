@@ -11,6 +11,7 @@ from spectral_monitor.correction.corrector import Corrector
 from spectral_monitor.correction.peak_rates import CONSTANT
 from spectral_monitor.correction.wanted import TRIAL
 from spectral_monitor.layers import dissect
+from tests.one_step import training_step
 
 
 def first(network, *optimizers):
@@ -61,10 +62,8 @@ def test_a_layer_unfrozen_under_adam_does_not_leap():
         if step == 6:
             optimizer.add_param_group({"params": list(network[2].requires_grad_(True).parameters())})
         before = network[2].weight.detach().clone()
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (network(torch.randn(32, 64)) - 1).square().mean().backward()
-            optimizer.step()
         moved = float(torch.linalg.matrix_norm(network[2].weight.detach() - before, 2))
         assert moved <= 0.101 * began**0.5, "the largest update that there is"
         assert (moved > 0) == (step >= 6)

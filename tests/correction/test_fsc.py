@@ -16,6 +16,7 @@ from spectral_monitor.correction.update_size import block_contributions
 from spectral_monitor.layers import dissect
 from spectral_monitor.parametrization.tying import contribution_blocks
 from spectral_monitor.scaling import calibrate
+from tests.one_step import training_step
 
 LR, WORDS, WIDTH = 0.005, 11, 24
 
@@ -65,12 +66,10 @@ def train(network, steps, **settings):
     probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
     for _ in range(steps):
         before = {name: p.detach().clone() for name, p in network.named_parameters()}
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             loss = network(*batch())
             loss.backward()
             gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
-            optimizer.step()
     after = dict(network.named_parameters())
     shares = defaultdict(float)
     for name, gradient in gradients.items():

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralMonitorWarning, SpectralProbe
 from tests.condition.test_plans import SCHEDULES, STEPS, noam
+from tests.one_step import training_step
 
 
 class Module(pl.LightningModule):
@@ -102,10 +103,8 @@ def probe_of(kind=torch.optim.Adam, lr=1.0):
 def run(probe, network, optimizer, scheduler=None, steps=STEPS):
     for _ in range(steps):
         x = torch.randn(32, 8)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (network(x) - x.sum(1, keepdim=True)).square().mean().backward()
-            optimizer.step()
         if scheduler is not None:
             scheduler.step()
 

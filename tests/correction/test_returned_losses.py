@@ -12,6 +12,7 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.measurement import SUMMARY
+from tests.one_step import training_step
 
 
 class Noisy(nn.Module):
@@ -147,12 +148,10 @@ def test_under_autocast_the_loss_is_looked_at_in_full_precision(where):
         x, y = x.float(), y.float()
         before, after = Noisy(noise=0.0), Noisy(noise=0.0)
         before.load_state_dict(model.state_dict())
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             with torch.autocast("cpu", torch.bfloat16, enabled=where == "around the call"):
                 loss = model(x, y)["loss"]
             loss.backward()
-            optimizer.step()
         after.load_state_dict({**before.state_dict(), **dict(model.named_parameters())})
         losses = [float(net.double()(x.double(), y.double())["loss"].detach()) for net in (before, after)]
         assert probe.latest.summary["loss_change"] == pytest.approx(losses[1] - losses[0], rel=0.02)

@@ -15,6 +15,7 @@ from spectral_monitor.correction.policies import PIXELS
 from spectral_monitor.correction.update_size import observed, remnant
 from spectral_monitor.layers import dissect
 from spectral_monitor.measurement import LOST
+from tests.one_step import training_step
 
 LR = 0.1
 
@@ -58,10 +59,8 @@ def train(network, optimizer, probe, steps, scale=1.0):
     for step in range(steps):
         g = torch.Generator().manual_seed(step)
         x = torch.randn(64, 70, generator=g).to(dtype)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (network(x).logsumexp(-1).mean() * scale).backward()
-            optimizer.step()
         seen.append(dict(probe.multipliers))
     return seen
 
@@ -155,10 +154,8 @@ def test_tied_weights_get_out_too():
     optimizer, probe = correcting(network)
     ids = torch.arange(40)
     for _ in range(30):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (nn.functional.cross_entropy(network(ids), ids.flip(0)) * 1e-3).backward()
-            optimizer.step()
     assert probe.latest.value("update_natural", "readout") == pytest.approx(LR, rel=0.5)
 
 

@@ -38,6 +38,7 @@ from spectral_monitor.correction.smoothing import (
 from spectral_monitor.engine.results import loss as of_line
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.measurement import SUMMARY, Measurement
+from tests.one_step import training_step
 
 
 def test_steps_that_are_too_long_become_right():
@@ -291,12 +292,10 @@ def train(network, optimizer, looks, steps, loss_of, **settings):
     for step in range(steps):
         group["lr"] = peak * (1 + math.cos(math.pi * step / steps)) / 2
         compute = partial(loss_of, step)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             loss = compute()
             probe.report_loss(loss, compute if looks else None)
             loss.backward()
-            optimizer.step()
         losses.append(float(loss.detach()))
     return probe, sum(losses[-20:]) / 20 if losses else math.nan
 
@@ -354,12 +353,10 @@ def test_edge_is_what_the_loss_after_the_step_says():
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     probe = SpectralProbe(network, optimizer, correction=LRCorrection(), mode="correct", quantities="light")
     before, x = copy.deepcopy(network).double(), points(99)
-    with probe.step():
-        optimizer.zero_grad()
+    with training_step(probe, optimizer):
         loss = (network(x) - image(x)).square().mean()
         probe.report_loss(loss, lambda: (network(x) - image(x)).square().mean())
         loss.backward()
-        optimizer.step()
     after, y = copy.deepcopy(network).double(), image(x).double()
     losses = [(model(x.double()) - y).square().mean() for model in (before, after)]
     gradients = torch.autograd.grad(losses[0], list(before.parameters()))
@@ -381,13 +378,11 @@ def test_a_loss_of_derivatives_is_known_too():
         return (slope - 1).square().mean()
 
     for _ in range(2):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             loss = residual()
             probe.report_loss(loss, residual)
             loss.backward()
             gradients = [p.grad.clone() for p in network.parameters() if p.grad is not None]
-            optimizer.step()
         assert probe.latest.summary["loss_change"] == pytest.approx(float((residual() - loss).detach()), rel=1e-3)
         left = [p.grad for p in network.parameters() if p.grad is not None]
         assert all(torch.equal(a, b) for a, b in zip(left, gradients, strict=True))

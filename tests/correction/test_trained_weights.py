@@ -9,6 +9,7 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.correction.policies import TRAINED
 from spectral_monitor.correction.settings import LRCorrection
+from tests.one_step import training_step
 
 WIDTH = 48
 
@@ -93,10 +94,8 @@ def test_their_steps_are_smaller():
         before = model[3].weight.detach().clone()
         began = probe._supervisor._corrector.wanted.began["3"]
         optimizer = probe._supervisor._corrector._optimizers[0]
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(torch.randn(32, WIDTH)).square().mean().backward()
-            optimizer.step()
         update = float(torch.linalg.matrix_norm(model[3].weight.detach() - before, 2))
         sizes[kind is trained_] = update / math.sqrt(began)
     assert sizes[True] / sizes[False] == pytest.approx(TRAINED, rel=0.35)
@@ -113,10 +112,8 @@ def test_the_first_step_does_not_write_over_a_table():
     tokens = torch.arange(20)
     moved = []
     for _ in range(2):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(tokens), tokens).backward()
-            optimizer.step()
         moved.append(float((model[0].weight.detach() - before).abs().max()))
         before = model[0].weight.detach().clone()
     constant = 0.5 / 8  # a constant learning rate counts as half

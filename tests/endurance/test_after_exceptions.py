@@ -16,6 +16,7 @@ from spectral_monitor import SpectralMonitor, SpectralMonitorWarning, SpectralPr
 from tests.endurance.endure import hooks
 from tests.noninterference import zoo
 from tests.noninterference.recorder import RecordingLogger, Run
+from tests.one_step import training_step
 
 ROUNDS, WARM = 14, 10
 
@@ -93,10 +94,8 @@ def test_a_probe_in_one_long_loop(place):
     x = torch.randn(16, 8)
 
     def step():
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x).square().mean().backward()
-            optimizer.step()
 
     def once():
         model.place = optimizer.place = place

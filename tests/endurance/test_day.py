@@ -14,6 +14,7 @@ from spectral_monitor import SpectralProbe
 from spectral_monitor.engine import guards, overhead_budget
 from spectral_monitor.reporting import JSONLinesSink
 from tests.endurance.endure import hooks, resident
+from tests.one_step import training_step
 
 STEPS, EVERY, SAMPLE, HISTORY = 86_400, 50, 4_000, 20
 SETTLED = STEPS // 4
@@ -47,10 +48,8 @@ def test_memory_is_flat_for_a_day(tmp_path, monkeypatch):
             with probe.step():
                 pass
         else:
-            with probe.step():
-                optimizer.zero_grad()
+            with training_step(probe, optimizer):
                 model(x).square().mean().backward()
-                optimizer.step()
             measured += 1
             assert probe.latest.step == step
         if step % SAMPLE == 0:

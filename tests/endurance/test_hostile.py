@@ -23,6 +23,7 @@ from spectral_monitor.reporting import JSONLinesSink, TensorBoardSink, read_meas
 from tests.cli.logged_runs import FILE
 from tests.noninterference import zoo
 from tests.noninterference.recorder import RecordingLogger, Run, of_module, of_optimizer
+from tests.one_step import training_step
 
 
 def net(names=("first", "last")):
@@ -45,10 +46,8 @@ def train(model, steps, probe=None):
             model(x).square().mean().backward()
             optimizer.step()
         else:
-            with watched.step():
-                optimizer.zero_grad()
+            with training_step(watched, optimizer):
                 model(x).square().mean().backward()
-                optimizer.step()
         found.append({**of_module(model), **of_optimizer(optimizer)})
     return found, watched
 
@@ -181,10 +180,8 @@ def named(tmp_path):
         warnings.simplefilter("ignore")
         probe = SpectralProbe(model, optimizer, sinks=sinks)
         for _ in range(5):
-            with probe.step():
-                optimizer.zero_grad()
+            with training_step(probe, optimizer):
                 model(torch.randn(8, 6)).square().mean().backward()
-                optimizer.step()
         probe.close()
     return tmp_path, probe
 

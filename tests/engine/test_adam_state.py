@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
 from tests.gloo import on_processes
+from tests.one_step import training_step
 
 KEYS = ("adam_rms", "eps_share", "momentum_cos", "dead_rows")
 
@@ -71,10 +72,8 @@ def test_numbers_are_those_of_moments_by_hand(name):
     probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=list(KEYS))
     layers = {name: [] for name in ("words", "conv", "body", "head")}
     for tokens in batches(5):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(tokens).square().mean().backward()
-            optimizer.step()
         for layer, gradients in layers.items():
             gradients.append(model.get_submodule(layer).weight.grad.double().clone())
             expected = naive(gradients, 0.8, 0.95, 1e-3, "amsgrad" in name)
@@ -91,10 +90,8 @@ def test_gradients_that_never_change_point_where_the_momentum_does():
     probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=list(KEYS))
     x = torch.randn(8, 4)
     for _ in range(3):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x).sum().backward()
-            optimizer.step()
     assert probe.latest.value("momentum_cos", "weight") == pytest.approx(1.0)
     assert probe.latest.value("adam_rms", "weight") == pytest.approx(1.0, rel=1e-4)
     assert probe.latest.value("eps_share", "weight") == 0
@@ -127,10 +124,8 @@ def job(way):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=list(KEYS))
     for tokens in batches(3):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(tokens[rank::count]).square().mean().backward()
-            optimizer.step()
     return [
         [m.value(key, layer) for m in probe.measurements for key in KEYS for layer in ("words", "conv", "body", "head")]
     ]

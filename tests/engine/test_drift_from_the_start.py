@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
+from tests.one_step import training_step
 
 STEPS = 50
 LAYERS = ("0", "2", "4")
@@ -47,10 +48,8 @@ def trained(every, quantities="standard", **settings):
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     probe = SpectralProbe(model, optimizer, every_n_steps=every, quantities=quantities, **settings)
     for x, y in batches():
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (model(x) - y).square().mean().backward()
-            optimizer.step()
     return probe, start, model
 
 
@@ -94,10 +93,8 @@ def test_a_resumed_run_counts_from_where_the_first_one_began():
     resumed = SpectralProbe(model, optimizer, every_n_steps=100, drift_every=1)
     resumed.load_state_dict(probe.state_dict())
     for x, y in batches():
-        with resumed.step():
-            optimizer.zero_grad()
+        with training_step(resumed, optimizer):
             (model(x) - y).square().mean().backward()
-            optimizer.step()
     want = oracle(start, model, batches()[0][0])
     assert resumed.latest.value("feature_drift", "2") == pytest.approx(want["2"], rel=1e-5)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.measurement import SUMMARY
+from tests.one_step import after_one_step, training_step
 
 
 class Returns(nn.Module):
@@ -64,10 +65,8 @@ def test_edge_is_the_curvature_along_the_step(kind):
     for k in range(8):
         before = copy.deepcopy(model)
         x, y = batch(k)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x, y).backward()
-            optimizer.step()
         want = exact(before, copy.deepcopy(model), x, y)
         found = probe.latest.summary
         assert want > 0
@@ -95,10 +94,8 @@ def test_what_is_known_in_float32_is_right_to_two_digits(kind, factor):
     for k in range(8):
         before = copy.deepcopy(model)
         x, y = batch(k, dtype=torch.float32)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x, y).backward()
-            optimizer.step()
         found = probe.latest.summary["edge"]
         if math.isnan(found):
             assert "rounding" in probe.latest.why("edge", SUMMARY)
@@ -123,11 +120,7 @@ def quadratic(factor):
             return 0.5 * self.inner(x).square().mean()
 
     square = Square()
-    optimizer = torch.optim.SGD(square.parameters(), lr=factor)
-    probe = SpectralProbe(square, optimizer)
-    with probe.step():
-        square(torch.ones(1, 1).double()).backward()
-        optimizer.step()
+    probe = after_one_step(square, lambda: square(torch.ones(1, 1).double()), lr=factor)
     return probe.latest.summary
 
 
@@ -167,11 +160,7 @@ def test_what_is_not_known_is_nan_and_says_why():
 
 def test_of_a_call_that_returns_no_loss_it_is_not_known():
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    probe = SpectralProbe(model, optimizer, replay_samples=None)
-    with probe.step():
-        model(torch.randn(16, 4)).square().mean().backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model(torch.randn(16, 4)).square().mean(), lr=0.05, replay_samples=None)
     assert math.isnan(probe.latest.summary["edge"])
     assert "the call that is run again does not return the loss" in probe.latest.why("edge", SUMMARY)
 
@@ -181,10 +170,8 @@ def test_of_some_samples_it_is_not_known():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     probe = SpectralProbe(model, optimizer, replay_samples=8)
     for k in range(2):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(*batch(k)).backward()
-            optimizer.step()
     assert math.isnan(probe.latest.summary["edge"])
     assert "replay_samples=None" in probe.latest.why("edge", SUMMARY)
 
@@ -234,10 +221,8 @@ def swept(lr, steps=STEPS):
     probe = SpectralProbe(model, optimizer, replay_samples=None, quantities=["contribution", "feature_change"])
     x, y = batch()
     for _ in range(steps):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x, y).backward()
-            optimizer.step()
     edges = sorted(m.summary["edge"] for m in probe.measurements if not math.isnan(m.summary["edge"]))
     decrease = sum(-m.summary["loss_change"] for m in probe.measurements) / steps
     return decrease, edges[len(edges) // 2], model
@@ -253,10 +238,8 @@ def test_of_one_step_from_the_same_weights_the_one_near_edge_one_is_best():
         model = copy.deepcopy(start)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         probe = SpectralProbe(model, optimizer, replay_samples=None, quantities=["contribution", "feature_change"])
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x, y).backward()
-            optimizer.step()
         loss = float(model(x, y).detach() - start(x, y).detach())
         found.append((-loss, probe.latest.summary["edge"]))
     assert max(found)[1] == pytest.approx(1, abs=0.35)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
+from tests.one_step import training_step
 
 torch.set_num_threads(1)
 KEYS = ["update_angle", "radial", "decay_share", "equilibrium"]
@@ -43,10 +44,8 @@ def measured(model, optimizer, steps=3, keys=KEYS, **settings):
     probe = SpectralProbe(model, optimizer, quantities=keys, every_n_steps=1, **settings)
     for step in range(steps):
         before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(tokens(step)).backward()
-            optimizer.step()
     after = {name: p.detach().double().clone() for name, p in model.named_parameters()}
     return probe.latest, before, after
 
@@ -146,10 +145,8 @@ def test_adamw_comes_into_equilibrium():
     teacher = torch.randn(32, 10)
     for _ in range(1500):
         x = torch.randn(4, 32)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             functional.cross_entropy(model(x), (x @ teacher).argmax(1)).backward()
-            optimizer.step()
     late = [m for m in probe.measurements if m.step > 3 / (lr * wd)]
     for name in names:
         assert sum(m.value("equilibrium", name) for m in late) / len(late) == pytest.approx(1, rel=0.1), name

@@ -18,6 +18,7 @@ from spectral_monitor.engine.features import full_tier
 from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.functional.kernels import signs
 from spectral_monitor.quantities import QUANTITIES, TIERS, assumptions, attention, laziness, optimizers, signals
+from tests.one_step import after_one_step
 
 torch.set_num_threads(1)
 FULL = [quantity.key for quantity in assumptions.ENTRIES if not quantity.by_name]
@@ -262,11 +263,7 @@ def test_activation_ratio_pairs_rows_of_very_different_sizes(first, between, las
     model = Between(first, between, last)
     h = parts(model.first(x).detach())
     expected = (h.relu().norm(dim=1) / h.norm(dim=1)).mean().item()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["activation_ratio"])
-    with probe.step():
-        model(x).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model(x), quantities=["activation_ratio"])
     assert probe.latest.value("activation_ratio", "last") == pytest.approx(expected, rel=1e-6)
 
 
@@ -286,11 +283,7 @@ def test_sample_share_of_many_rows_is_the_mean_over_some_of_the_whole_gradient()
     torch.manual_seed(0)
     model = nn.Linear(5, 3, bias=False).double()
     W, x = model.weight.detach().clone(), torch.randn(40, 10, 5, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["sample_share"], max_rows=10)
-    with probe.step():
-        model(x).square().sum().backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model(x).square().sum(), quantities=["sample_share"], max_rows=10)
     rows = x.flatten(0, 1)
     b = 2 * rows @ W.T
     g = b.T @ rows
@@ -391,10 +384,6 @@ OTHERS = (nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.Softmax
 def test_activation_ratio_is_of_elementwise_operations(between, known):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), between, nn.Linear(4 if isinstance(between, nn.Unflatten) else 8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["activation_ratio"])
-    with probe.step():
-        model(torch.randn(10, 6)).square().mean().backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model(torch.randn(10, 6)).square().mean(), quantities=["activation_ratio"])
     assert math.isfinite(probe.latest.value("activation_ratio", "2")) == known
     assert probe.latest.why("activation_ratio", "2") == ("" if known else full_tier.NO_SOURCE)

@@ -14,6 +14,7 @@ from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.functional.kernels import signs
 from spectral_monitor.quantities import TIERS
 from tests.engine.test_full import LAYERS, Homogeneous, fresh, outputs_of, rates, step
+from tests.one_step import after_one_step
 
 EXTREMES = ["bfk_ratio", "bfk_peak", "bfk_guarantee"]
 
@@ -140,11 +141,7 @@ def test_of_the_output_of_a_linear_loss_there_is_no_dual_kernel():
     torch.manual_seed(2)
     model = Homogeneous().double()
     x, y = torch.randn(1, 6, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    probe = SpectralProbe(model, optimizer, quantities=["dual_bfk_ratio", "dual_bfa_cos"])
-    with probe.step():
-        model(x, y).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model(x, y), lr=1e-6, quantities=["dual_bfk_ratio", "dual_bfa_cos"])
     assert probe.latest.why("dual_bfk_ratio", "layers.3").startswith("undefined")
     assert all(0 < probe.latest.value("dual_bfk_ratio", f"layers.{k}") <= 1 for k in range(3))
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
 from tests.gloo import on_processes
+from tests.one_step import after_one_step, training_step
 
 KEYS = ["gradient_natural", "backward_rms"]
 LAYERS = ("words", "conv", "qkv", "body", "head")
@@ -90,11 +91,9 @@ def test_weights_that_have_little_memory_have_the_same_gradients(monkeypatch):
     """Updates and gradients then lie in the memory of the weights, one after the other."""
     monkeypatch.setattr("spectral_monitor.engine.weights.matrix_batches.SPARE_BYTES", 0)
     model = fresh()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["gradient_natural", "update_natural"], tol=1e-6)
-    with probe.step():
-        model(batch()).square().mean().backward()
-        optimizer.step()
+    probe = after_one_step(
+        model, lambda: model(batch()).square().mean(), quantities=["gradient_natural", "update_natural"], tol=1e-6
+    )
     natural, _ = expected()["body"]
     assert probe.latest.value("gradient_natural", "body") == pytest.approx(natural, rel=1e-5)
     assert probe.latest.value("update_natural", "body") == pytest.approx(0.1 * natural * 15 / 9, rel=1e-5)
@@ -129,10 +128,8 @@ def test_it_is_of_all_samples_where_few_are_run_again():
     keys = ["backward_rms", "feature_change"]
     probe = SpectralProbe(model, optimizer, quantities=keys, replay_samples=8, every_n_steps=1)
     for _ in range(3):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (model(x) * weight).square().mean().backward()
-            optimizer.step()
     b = 2 * (x @ model.weight.detach().T) * weight.square() / 192
     for m in probe.measurements:
         assert m.value("backward_rms", "weight") == pytest.approx(float(b.square().mean().sqrt()), rel=1e-6)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.features import linearization
+from tests.one_step import training_step
 
 torch.set_num_threads(1)
 H = 1e-4
@@ -56,11 +57,9 @@ def train(model, steps=6, keys=KEYS, batch=tokens, lr=0.05, **settings):
 
 def walk(probe, model, optimizer, batch, steps):
     for step in range(steps):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             torch.manual_seed(step)
             model(batch(step)).backward()
-            optimizer.step()
 
 
 def seen(model, parameters, x, names):

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spectral_monitor import SpectralProbe
 from tests.gloo import on_processes
+from tests.one_step import after_one_step
 
 ENDS = ("noise_scale_low", "noise_scale_high")
 
@@ -63,11 +64,7 @@ def naive(gradients):
 
 
 def measured(model, x, y, **settings):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["noise_scale"], **settings)
-    with probe.step():
-        loss_of(model, x, y).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: loss_of(model, x, y), quantities=["noise_scale"], **settings)
     return probe.latest
 
 
@@ -93,11 +90,7 @@ def test_gradients_that_may_be_zero_have_no_upper_bound():
     x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     target = torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)[:, None]
     x[1::2] = x[::2]  # each gradient has its opposite
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["noise_scale"])
-    with probe.step():
-        functional.mse_loss(model(x), target).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: functional.mse_loss(model(x), target), quantities=["noise_scale"])
     m = probe.latest
     for key in ("noise_scale", "noise_scale_high"):
         assert math.isnan(m.summary[key])
@@ -169,11 +162,7 @@ def test_half_precision_has_the_numbers_of_full_precision():
 @pytest.mark.parametrize("keys", ["full", ["noise_scale", "sample_share", "activation_ratio"]])
 def test_others_at_the_same_step_change_nothing(keys):
     model, (x, y) = fresh(), batch(60)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=keys)
-    with probe.step():
-        loss_of(model, x, y).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: loss_of(model, x, y), quantities=keys)
     gradients = separate(fresh(), x, y)
     for name in LAYERS:
         assert probe.latest.value("noise_scale", name) == pytest.approx(naive(gradients[name]), rel=1e-6)

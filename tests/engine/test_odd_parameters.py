@@ -8,6 +8,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from tests.correction.native import SizesItsSteps
+from tests.one_step import training_step
 
 TIERS = ["light", "standard"]
 
@@ -45,11 +46,9 @@ def stepped(kind, quantities):
     probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe")
     x = torch.randn(16, 6)
     for _ in range(2):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             loss = model(x)
             loss.backward()
-            optimizer.step()
     after = model(x)
     return probe.latest, float(after.detach() - loss.detach())
 

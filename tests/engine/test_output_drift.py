@@ -12,6 +12,7 @@ from torch import nn
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.features import linearization
 from tests.engine.test_laziness import Doubled, Returns, made, tokens, train
+from tests.one_step import training_step
 
 torch.set_num_threads(1)
 KEYS = list(linearization.PARTS)
@@ -126,10 +127,8 @@ def test_weights_that_are_moved_before_the_first_step_are_seen():
     with torch.no_grad():
         net[0].weight.mul_(2)
     for _ in range(3):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x).backward()
-            optimizer.step()
     assert {probe.latest.why(key, "net.2") for key in KEYS} == {linearization.ELSEWHERE}
 
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from spectral_monitor import SpectralProbe
 from spectral_monitor.functional.features import underflow_share
 from tests.gloo import on_processes
+from tests.one_step import after_one_step
 
 KEYS = ["log_z", "readout_row", "feature_kurtosis", "outlier_ratio"]
 KEYS += ["underflow_inputs", "underflow_weights", "underflow_backward"]
@@ -90,11 +90,7 @@ def expected(tokens):
 
 
 def measured(model, tokens, keys=KEYS):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=keys)
-    with probe.step():
-        loss_of(model, tokens).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: loss_of(model, tokens), quantities=keys)
     return probe.latest
 
 
@@ -137,11 +133,7 @@ def test_gradients_of_very_different_sizes_are_lost_too():
     model = nn.Linear(3, 2, bias=False).double()
     x = torch.randn(64, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     sizes = torch.logspace(0, -14, 64, dtype=torch.float64)[:, None]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["underflow_backward"])
-    with probe.step():
-        (model(x) * sizes).sum().backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: (model(x) * sizes).sum(), quantities=["underflow_backward"])
     share = lost(sizes, E5M2)
     assert 0.1 < share < 0.9
     assert probe.latest.value("underflow_backward", "weight") == pytest.approx(share)

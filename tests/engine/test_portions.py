@@ -12,6 +12,7 @@ from spectral_monitor.engine.weights import stage as matrices
 from spectral_monitor.engine.weights.matrix_batches import BatchMember
 from spectral_monitor.layers import dissect
 from spectral_monitor.sharding import plan
+from tests.one_step import training_step
 
 
 class Here:
@@ -64,10 +65,8 @@ def measured(monkeypatch, spare, dtype, **settings):
     before = after = {}
     for _ in range(2):
         before = {name: weight.detach().double().clone() for name, weight in model.named_parameters()}
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(torch.arange(24).view(2, 12)).backward()
-            optimizer.step()
         after = {name: weight.detach().double() for name, weight in model.named_parameters()}
     return probe.latest, before, after, portions
 

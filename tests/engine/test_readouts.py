@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from spectral_monitor import SpectralProbe
+from tests.one_step import training_step
 
 D = 6
 
@@ -78,10 +79,8 @@ def measured(model, x=None, **options):
         warnings.simplefilter("error")
         probe = SpectralProbe(model, optimizer, **options)
         for _ in range(2):
-            with probe.step():
-                optimizer.zero_grad()
+            with training_step(probe, optimizer):
                 model(x).square().mean().backward()
-                optimizer.step()
     return probe
 
 

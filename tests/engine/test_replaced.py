@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize, prune
 
 from spectral_monitor import SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.engine.results.reasons import REPLACED
+from tests.one_step import training_step
 
 
 class Twice(nn.Module):
@@ -34,10 +35,8 @@ class Run:
         self.probe = SpectralProbe(self.net, self.optimizer, every_n_steps=1, mode="observe", **options)
 
     def step(self):
-        with self.probe.step():
-            self.optimizer.zero_grad()
+        with training_step(self.probe, self.optimizer):
             self.net(torch.randn(16, 6)).square().mean().backward()
-            self.optimizer.step()
         return self.probe.latest
 
 

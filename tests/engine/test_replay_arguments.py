@@ -11,6 +11,7 @@ import torch
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.features import replay_subset as slices
 from tests.engine.test_replay_samples import BATCH, FEW, USELESS, WIDTH, Net, same, values
+from tests.one_step import training_step
 
 QUANTITIES = ["feature_change", "feature_change_local"]
 
@@ -34,10 +35,8 @@ def told(calls, make=Told, **settings):
         warnings.simplefilter("always")
         forwards = []
         for args in calls:
-            with probe.step():
-                optimizer.zero_grad()
+            with training_step(probe, optimizer):
                 model(*args).square().mean().backward()
-                optimizer.step()
             forwards.append(model.sizes.take())
     return probe, [str(one.message) for one in said], forwards
 

@@ -15,6 +15,7 @@ from spectral_monitor import SpectralProbe
 from spectral_monitor.engine import Settings
 from spectral_monitor.engine.features import replay_subset as slices
 from tests.engine.test_no_waiting import measured
+from tests.one_step import training_step
 
 WIDTH, BATCH, FEW = 12, 10, 4
 COMPARED = ("feature_change", "feature_drift", "bfa", "bfa_cos", "sensitivity")
@@ -61,10 +62,8 @@ def trained(make, steps=3, sizes=(), loss_of=lambda out: out.square().mean(), **
         warnings.simplefilter("always")
         forwards = []
         for model.number, batch in enumerate(batches, start=1):
-            with probe.step():
-                optimizer.zero_grad()
+            with training_step(probe, optimizer):
                 loss_of(model(*batch)).backward()
-                optimizer.step()
             forwards.append(model.sizes.take())
     return probe, [str(one.message) for one in said], forwards
 
@@ -454,14 +453,12 @@ def small_samples(patch):
 def held(probe, make_batch, model):
     """Bytes of rows that a measured step holds between the backward pass and the update, by layer."""
     optimizer = probe._engine.optimizers.optimizers[0]
-    with probe.step():
-        optimizer.zero_grad()
+    with training_step(probe, optimizer):
         model(*make_batch()).square().mean().backward()
         found = {}
         for i, calls in probe._engine.features.capture.calls.items():
             tensors = [t for call in calls for t in (call.h_out._rows, call.b._rows, call.b_sample) if t is not None]
             found[probe._engine.layers[i].info.name] = sum(t.untyped_storage().nbytes() for t in tensors)
-        optimizer.step()
     return found
 
 

@@ -18,6 +18,7 @@ from spectral_monitor.engine.schedule import Schedule, Timetable
 from spectral_monitor.engine.weights import norms
 from spectral_monitor.monitoring.supervisor import _first_steps
 from spectral_monitor.quantities import QUANTITIES, TIERS
+from tests.one_step import training_step
 
 DRIFT = ("feature_rms", "feature_drift")
 
@@ -29,10 +30,8 @@ def trained(every, quantities, steps, **more):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     probe = SpectralProbe(net, optimizer, every_n_steps=every, quantities=quantities, **more)
     for _ in range(steps):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             net(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
     return probe
 
 
@@ -126,10 +125,8 @@ def steps_measured(every, **more):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     probe = SpectralProbe(net, optimizer, every_n_steps=every, quantities="light", **more)
     for _ in range(30):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             net(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
     return [measurement.step for measurement in probe.measurements]
 
 
@@ -257,12 +254,10 @@ def test_only_what_is_due_is_paid_for(monkeypatch, step, forwards, hooked, estim
     for now in range(1, step + 1):
         Counted.forwards = 0
         runs.clear()
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             net(torch.randn(8, 80)).square().mean().backward()
             assert now < step or (hooks(net) > 0) == hooked
             assert bool(optimizer._optimizer_step_post_hooks) == (now != 1 and now != 5)
-            optimizer.step()
     assert (Counted.forwards, sum(runs)) == (forwards, estimates)
     assert hooks(net) == 0
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
+from tests.one_step import training_step
 
 PROPORTIONAL = {"feature_rms"}
 INVERSE = {"backward_rms"}
@@ -24,10 +25,8 @@ def measured(exponent: int, quantities: str, dtype: torch.dtype = torch.float32)
     probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe")
     for _ in range(2):
         before = model[0](x).detach().double()
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (model(x) / scale).square().mean().backward()
-            optimizer.step()
     after = model[0](x).detach().double()
     return probe.latest, before, after
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
+from tests.one_step import after_one_step
 
 
 def stepped(model, rates, batch):
@@ -51,9 +52,5 @@ def test_inputs_that_cannot_be_squared(scale):
     x = torch.randn(40, 96)
     W = model[0].weight.detach().double().clone()
     truth = float(((x.double() @ W.T).norm(dim=1) / x.double().norm(dim=1)).mean() / torch.linalg.matrix_norm(W, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3 / scale)
-    probe = SpectralProbe(model, optimizer, mode="observe")
-    with probe.step():
-        model(scale * x).mean().backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model(scale * x).mean(), lr=1e-3 / scale, mode="observe")
     assert probe.latest.value("alignment", "0") == pytest.approx(truth, rel=1e-2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.results.summary import WITHOUT
+from tests.one_step import after_one_step
 
 
 class Embeddings(nn.Module):
@@ -29,11 +29,7 @@ def perceptron():
 
 def measured(model, loss, quantities):
     """A measurement of one step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, mode="observe")
-    with probe.step():
-        loss(model).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: loss(model), every_n_steps=1, quantities=quantities, mode="observe")
     return probe.latest
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.settings import Settings
+from tests.one_step import after_one_step
 
 
 @pytest.mark.parametrize("tol", [0, 1.0, True, "0.01"])
@@ -27,9 +27,7 @@ def test_the_solve_of_a_measured_step_has_that_tolerance(monkeypatch, quantities
 
     monkeypatch.setattr(norms, "spectral_estimates", noted)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=quantities, every_n_steps=1, mode="observe", **given)
-    with probe.step():
-        model(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
+    after_one_step(
+        model, lambda: model(torch.ones(4, 8)).sum(), quantities=quantities, every_n_steps=1, mode="observe", **given
+    )
     assert seen == {tolerance}

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.engine.features import replay_subset
+from tests.one_step import training_step
 
 WIDTH, CLASSES, BATCH, ROWS = 32, 4, 64, 64
 KEYS = ["feature_change", "bfa_cos", "sensitivity"]
@@ -36,10 +37,8 @@ def measurements(samples, seed, steps):
     probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=KEYS, replay_samples=samples, **whole)
     for step in range(steps):
         order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(step))
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             F.cross_entropy(model(x[order]), y[order]).backward()
-            optimizer.step()
     return list(probe.measurements), probe
 
 

@@ -16,6 +16,7 @@ from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
 from spectral_monitor.engine.weights.matrix_batches import MatrixBatch
 from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.reporting import JSONLinesSink
+from tests.one_step import training_step
 
 
 def parts():
@@ -27,13 +28,11 @@ def parts():
 def steps(probe, model, optimizer, count, tell=None):
     for _ in range(count):
         x, y = torch.randn(8, 4), torch.randn(8, 2)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             loss = (model(x) - y).square().mean()
             if tell is not None:
                 tell(probe, loss, lambda x=x, y=y: (model(x) - y).square().mean())
             loss.backward()
-            optimizer.step()
 
 
 def test_an_optimizer_of_another_model_is_refused():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spectral_monitor import SpectralCondition, SpectralProbe
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting import JSONLinesSink
+from tests.one_step import training_step
 
 FILE = "spectral_monitor.jsonl"
 STEPS, TOKENS, LENGTH = 5, 11, 5
@@ -59,10 +60,8 @@ def train(folder: Path) -> list[Measurement]:
         warnings.simplefilter("ignore")
         for _ in range(STEPS):
             text = torch.randint(0, TOKENS, (6, LENGTH + 1), generator=generator)
-            with probe.step():
-                optimizer.zero_grad()
+            with training_step(probe, optimizer):
                 model(text[:, :-1], text[:, 1:]).backward()
-                optimizer.step()
     return list(probe.measurements)
 
 

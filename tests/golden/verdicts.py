@@ -70,7 +70,6 @@ FAULTS = (
     "warmup",
 )
 ZERO = "undefined: it divides by a norm that is zero"
-FINITE = "NaN or inf in its values"
 
 
 @dataclass

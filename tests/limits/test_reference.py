@@ -16,6 +16,7 @@ from spectral_monitor.reporting.files.runs import run_file
 from spectral_monitor.reporting.html.limit_lines import NAME, limit_sentences, limit_traces
 from spectral_monitor.reporting.limit_run import read_limit, write_limit
 from spectral_monitor.scaling import MUP, NTP, reference_run
+from tests.one_step import training_step
 
 STEPS, LR = 6, 0.3
 KEYS = ["feature_change", "weight_natural", "alignment", "weight_norm"]
@@ -52,10 +53,8 @@ def training(width, sinks=()):
     optimizer = torch.optim.SGD(MUP.param_groups(module, lr=LR, optimizer="sgd"))
     probe = SpectralProbe(module, optimizer, quantities=KEYS, mode="observe", sinks=sinks)
     for x, y in batches():
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             module(x, y).backward()
-            optimizer.step()
     return list(probe.measurements)
 
 

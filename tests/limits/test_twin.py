@@ -15,6 +15,7 @@ from spectral_monitor.limits.neuron_twin import RELATIVE_TO_START
 from spectral_monitor.limits.scales import GOES_WITH_WIDTH, OF_ENTRIES
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.scaling import MUP, NTP, SP
+from tests.one_step import training_step
 
 D, K, LR = 6, 3, 0.3
 
@@ -129,10 +130,8 @@ def measured(module, groups):
     target = torch.randn(K, D, generator=generator)
     for _ in range(3):
         x = torch.randn(16, D, generator=generator)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             (module(x) - x @ target.T).square().sum().div(32).backward()
-            optimizer.step()
     return probe.measurements[-1]
 
 

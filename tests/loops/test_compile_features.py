@@ -18,6 +18,7 @@ from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.replay import eager_pass
 from spectral_monitor.messages import SpectralMonitorWarning
 from tests.gloo import on_processes
+from tests.one_step import after_one_step
 
 FEATURES = ("feature_rms", "feature_change", "feature_change_local", "alignment", "update_alignment", "bfa", "bfa_cos")
 FEATURES += ("input_stable_rank", "backward_stable_rank", "sensitivity", "feature_drift")
@@ -411,11 +412,9 @@ def test_a_model_called_in_two_parts_says_so():
     torch._dynamo.reset()
     model = Network()
     model.body = torch.compile(model.body, backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard")
-    with probe.step():
-        model.head(model.body(torch.randn(8, 6))).square().mean().backward()
-        optimizer.step()
+    probe = after_one_step(
+        model, lambda: model.head(model.body(torch.randn(8, 6))).square().mean(), every_n_steps=1, quantities="standard"
+    )
     assert probe.latest.why("feature_rms", "head") == (
         "'body' is compiled, and could not be run eagerly: the model is called in 2 separate parts"
     )

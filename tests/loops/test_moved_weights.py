@@ -11,6 +11,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from tests.loops.ways import Sharpness
+from tests.one_step import training_step
 
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
@@ -96,11 +97,9 @@ def test_weights_clamped_between_backward_and_step_are_noticed():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SpectralProbe(model, optimizer)
     for clamp in (False, True):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x).square().mean().backward()
             if clamp:
                 with torch.no_grad():
                     model[0].weight.clamp_(-0.1, 0.1)
-            optimizer.step()
         assert math.isnan(probe.latest.value("feature_change", "2")) == clamp

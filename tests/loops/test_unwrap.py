@@ -12,6 +12,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizer
+from tests.one_step import training_step
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +61,8 @@ def test_wrapped_is_measured_as_if_it_were_not(kind):
         wrapped, optimizer = wrap(model, sgd(model))
         probe = SpectralProbe(wrapped, optimizer)
         for step in range(2):
-            with probe.step():
-                optimizer.zero_grad()
+            with training_step(probe, optimizer):
                 wrapped(torch.linspace(-1, 1, 12 * (step + 1)).reshape(-1, 4)).square().mean().backward()
-                optimizer.step()
         found.append([{k: v for k, v in m.scalars().items() if "overhead" not in k} for m in probe.measurements])
     plain, seen = found
     assert len(plain) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as nnf
 from spectral_monitor import SpectralProbe
 from tests.models.awkward import COMPUTED, MODELS
 from tests.noninterference.recorder import Run, differences, of_module, of_optimizer, of_random
+from tests.one_step import training_step
 
 STEPS = 3
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
@@ -43,11 +45,8 @@ def train(kind, watched, quantities="standard"):
         probe = SpectralProbe(model, optimizer, quantities=quantities, drift_every=2)
     run.add("start", of_module(model), of_random())
     for step in range(STEPS):
-        if probe is None:
+        with nullcontext() if probe is None else probe.step():
             one_step(model, optimizer, step)
-        else:
-            with probe.step():
-                one_step(model, optimizer, step)
         run.add(f"step {step}", of_module(model), of_optimizer(optimizer), of_random())
     return run, probe
 
@@ -115,11 +114,9 @@ def test_norms_are_those_of_the_weights_in_use(kind):
     assert {layer.info.name for layer in matrices} == set(start)
     for step in range(STEPS):
         x, y = batch(step)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nnf.cross_entropy(model(x), y).backward()
             before = weights_in_use(model)
-            optimizer.step()
         after = weights_in_use(model)
         for layer in matrices:
             name, blocks = layer.info.name, layer.info.blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -32,13 +33,9 @@ def steps(monitored, count=4):
     probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe") if monitored else None
     for _ in range(count):
         optimizer.zero_grad()
-        if probe is None:
+        with nullcontext() if probe is None else probe.step():
             model(torch.randn(64, 4)).square().mean().backward()
             optimizer.step()
-        else:
-            with probe.step():
-                model(torch.randn(64, 4)).square().mean().backward()
-                optimizer.step()
     return probe
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.measurement import SUMMARY
 from spectral_monitor.quantities import QUANTITIES, TIERS
+from tests.one_step import after_one_step, training_step
 from tests.oracle import naive
 
 torch.set_num_threads(1)  # small matrices on a shared machine
@@ -371,11 +372,9 @@ def test_the_predicted_loss_change_counts_parameters_that_are_not_measured(chose
     optimizer = make_optimizer("sgd", model)
     probe = SpectralProbe(model, optimizer, quantities=["contribution"], **chosen)
     for i, (x, y) in enumerate(make_batches(model, torch.float64, STEPS)):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             torch.manual_seed(100 + i)
             model.loss(model(x, y), y).backward()
-            optimizer.step()
     for step, record in records.items():
         predicted = probe.measurements[step - 1].summary["loss_change_predicted"]
         assert predicted == pytest.approx(naive.predicted(record), rel=1e-9)
@@ -391,11 +390,7 @@ def spoiled(kind):
         lr = 0.0
     elif kind == "NaN in the batch":
         x[0, 0] = math.nan
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    probe = SpectralProbe(model, optimizer)
-    with probe.step():
-        model.loss(model(x, y), y).backward()
-        optimizer.step()
+    probe = after_one_step(model, lambda: model.loss(model(x, y), y), lr=lr)
     return probe.latest
 
 

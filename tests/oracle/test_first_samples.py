@@ -14,6 +14,7 @@ from torch import nn
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.quantities import TIERS
+from tests.one_step import training_step
 from tests.oracle import naive
 from tests.oracle.test_every_quantity import DRIFT_EVERY, FUSED, STEPS, Lit, make_batches, make_model, make_optimizer
 
@@ -87,10 +88,8 @@ def assert_first(measurements, records, kind, prefix=""):
 def train(probe, model, optimizer):
     for i, (x, y) in enumerate(make_batches(model, torch.float64, STEPS)):
         torch.manual_seed(100 + i)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model.loss(model(x, y), y).backward()
-            optimizer.step()
 
 
 @pytest.mark.few(1)

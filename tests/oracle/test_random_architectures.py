@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spectral_monitor import SpectralProbe
+from tests.one_step import training_step
 from tests.oracle import naive
 from tests.oracle.architectures import Network
 from tests.oracle.test_every_quantity import assert_agrees, assert_same_weights, make_batches, make_optimizer
@@ -36,11 +37,9 @@ def compare(kind, seed):
     watched, optimizer = make(kind, seed)
     probe = SpectralProbe(watched, optimizer, blocks=watched.fused(), **EXACT)
     for i, (x, y) in enumerate(batches):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             torch.manual_seed(100 + i)
             watched.loss(watched(x, y), y).backward()
-            optimizer.step()
     assert_same_weights(watched, model)
     for measurement, record in zip(probe.measurements, records, strict=True):
         assert_agrees(measurement, record, torch.float64, of_rows=ROWS)

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam
 
 from spectral_monitor import SpectralProbe
+from tests.one_step import training_step
 
 from .perceptron import adam_rule, geometric_mean, param_groups, perceptron, sgd_rule, slopes
 
@@ -41,10 +42,8 @@ def natural_updates(digits, width, optimizer_class, lr, rule, seed):
     x, y = digits
     for _ in range(STEPS):
         rows = torch.randint(len(x), (BATCH,), generator=generator)
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             cross_entropy(network(x[rows]), y[rows]).backward()
-            optimizer.step()
     assert len(probe.measurements) == 1
     return probe.latest.values["update_natural"].numpy()
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.scaling import MUP, NTK
+from tests.one_step import training_step
 
 from .perceptron import geometric_mean, slopes
 
@@ -49,10 +50,8 @@ def trained(parametrization, width, seed, lr, steps=100):
     optimizer = torch.optim.SGD(parametrization.param_groups(model, lr=lr, optimizer="sgd"))
     probe = SpectralProbe(model, optimizer, quantities=[*KEYS, *PARTS], every_n_steps=steps, drift_every=1)
     for _ in range(steps):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(x, y).backward()
-            optimizer.step()
     m = probe.latest
     hidden = [[m.value(key, f"hidden.{k}.0") for k in (1, 2)] for key in KEYS[1:]]
     return m.summary["linearity"], hidden, [m.value(key, "head") for key in PARTS]

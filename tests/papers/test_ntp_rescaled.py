@@ -12,6 +12,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.scaling import abc, mup, ntp
+from tests.one_step import training_step
 
 HALF = Fraction(1, 2)
 LR, STEPS, HIDDEN, SEEDS = 0.2, 3, 2, 5
@@ -47,11 +48,9 @@ def train(exponents, width, factor=1.0, gain=1.0, seed=0):
     x = torch.randn(6, 8, dtype=torch.float64) / math.sqrt(8)
     y, outputs = torch.sign(x[:, :1]), []
     for _ in range(STEPS):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             outputs.append(factor * network(x))
             (outputs[-1] - y).square().mean().backward()
-            optimizer.step()
     return torch.stack(outputs).detach(), probe.latest.value("feature_change", "2")
 
 

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from tests.noninterference import zoo
+from tests.one_step import training_step
 from tests.peers.watching import Weights, fit, matrices, numbers
 
 # ----------------------------------------------------------------------------------- update re-derived from the state
@@ -144,10 +145,8 @@ def checkpointed(reentrant):
 
     optimizer.register_step_pre_hook(look)
     for _ in range(2):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(torch.randn(12, 8)).square().mean().backward()
-            optimizer.step()
     return [numbers(m) for m in probe.measurements], calls
 
 

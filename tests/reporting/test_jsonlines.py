@@ -15,6 +15,7 @@ from spectral_monitor import LayerInfo, Measurement, SpectralProbe, Verdict
 from spectral_monitor.condition.verdict import Remedy
 from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting import JSONLinesSink, read_measurements
+from tests.one_step import training_step
 
 NAMES = ("plain", 'quoted "name"', "new\nline", "</script><img src=x onerror=alert(1)>", "Ünïcode.層")
 LAYERS = tuple(LayerInfo(name, "operator", 8, 4, (8, 4), 2, "Shard(0)") for name in NAMES)
@@ -229,10 +230,8 @@ def test_a_probe_feeds_sinks(tmp_path):
 
     probe = SpectralProbe(model, optimizer, every_n_steps=2, sinks=[Closing(tmp_path / "run.jsonl")])
     for _ in range(4):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(torch.randn(16, 4)).square().mean().backward()
-            optimizer.step()
     assert not closed
     probe.close()
     assert closed

@@ -24,6 +24,7 @@ from spectral_monitor.reporting.text.markdown import verdict_markdown
 from spectral_monitor.reporting.text.table import measurement_table
 from spectral_monitor.reporting.wandb_sink.charts import lines
 from spectral_monitor.reporting.wandb_sink.sink import WandbSink
+from tests.one_step import training_step
 from tests.reporting.board import images, layouts, measurement, scalars, texts
 from tests.reporting.wandb_file import RunFile, go_offline, offline_run
 
@@ -44,10 +45,8 @@ def train(*sinks):
     given = {"condition": condition, "mode": "observe", "sinks": list(sinks)}
     probe = SpectralProbe(net, optimizer, every_n_steps=EVERY, **given)
     for _ in range(STEPS):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.mse_loss(net(torch.randn(16, 16)), torch.ones(16, 2)).backward()
-            optimizer.step()
     probe.close()
     return probe
 

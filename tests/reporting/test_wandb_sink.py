@@ -21,6 +21,7 @@ from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.wandb_sink import sink as sink_module
 from spectral_monitor.reporting.wandb_sink.charts import lines
 from spectral_monitor.reporting.wandb_sink.sink import WandbSink
+from tests.one_step import training_step
 from tests.reporting import gpt
 from tests.reporting.wandb_file import AXIS, RunFile, go_offline, offline_run
 
@@ -56,10 +57,8 @@ def deep():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     probe = SpectralProbe(model, optimizer, every_n_steps=1)
     for _ in range(2):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
     return list(probe.measurements)
 
 

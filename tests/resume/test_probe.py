@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from spectral_monitor import LRCorrection, SpectralMonitorWarning, SpectralProbe
+from tests.one_step import training_step
 from tests.resume.resuming import Loop, measured
 
 
@@ -25,10 +26,8 @@ class Run(Loop):
     def train(self, steps):
         for step in steps:
             torch.manual_seed(step)
-            with self.probe.step():
-                self.optimizer.zero_grad()
+            with training_step(self.probe, self.optimizer):
                 self.model(torch.randn(8, 5)).square().mean().backward()
-                self.optimizer.step()
         return self
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from spectral_monitor import SpectralMonitorWarning, SpectralProbe
 from tests.callbacks.quickfit import fit
 from tests.noninterference import zoo
+from tests.one_step import training_step
 from tests.resume.resuming import EPOCH, Loop, change, measured, monitor, plain, resumed, said, saved, state_in
 
 FEW = 3
@@ -47,10 +48,8 @@ def test_errors_of_a_drift_are_those_of_the_uninterrupted_run():
         return model, optimizer, SpectralProbe(model, optimizer, **settings)
 
     def step(model, optimizer, probe):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             model(torch.randn(64, 16)).square().mean().backward()
-            optimizer.step()
 
     whole, rest = made(), made()
     for _ in range(3):
@@ -110,10 +109,8 @@ class Run(Loop):
         forwards = []
         for step in steps:
             torch.manual_seed(step)
-            with self.probe.step():
-                self.optimizer.zero_grad()
+            with training_step(self.probe, self.optimizer):
                 self.model(torch.randn(8, 4, dtype=self.dtype), *args).square().mean().backward()
-                self.optimizer.step()
             forwards.append(list(FORWARDS))
             FORWARDS.clear()
         return forwards

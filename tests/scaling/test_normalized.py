@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.scaling import NormalizedUpdates
+from tests.one_step import training_step
 
 
 class Mixed(nn.Module):
@@ -97,10 +98,8 @@ def test_the_monitor_sees_the_learning_rate():
     optimizer = NormalizedUpdates(SGD(net.parameters(), lr=0.05, momentum=0.9), net)
     probe = SpectralProbe(net, optimizer)
     for _ in range(3):
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             net(torch.randn(32, 64)).square().mean().backward()
-            optimizer.step()
     torch.testing.assert_close(probe.latest.values["update_natural"], torch.full((6,), 0.05), rtol=0.02, atol=0)
 
 

@@ -15,6 +15,7 @@ from spectral_monitor import SpectralProbe
 from spectral_monitor.measurement import LayerInfo
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.scaling import MFP, MUP, NTP, SP, SPECTRAL, predict
+from tests.one_step import training_step
 
 SEEDS = 4
 WIDTHS = (128, 256, 512, 1024, 2048)
@@ -52,10 +53,8 @@ def measured(p, optimizer, width, seed, hidden, lr):
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(16, 24, generator=generator), torch.randn(16, 3, generator=generator)
     for _ in range(2):
-        with probe.step():
-            opt.zero_grad()
+        with training_step(probe, opt):
             mse_loss(net(x), y).backward()
-            opt.step()
     return probe.measurements
 
 

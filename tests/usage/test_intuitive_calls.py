@@ -18,6 +18,7 @@ from torch import nn
 import spectral_monitor as sm
 from spectral_monitor import SpectralMonitor
 from spectral_monitor.reporting import read_measurements
+from tests.one_step import training_step
 
 LAYERS = [f"net.{k}" for k in (0, 2, 4, 6, 8)]
 NAMES = [name for layer in LAYERS for name in (layer, f"{layer}.bias")]
@@ -186,10 +187,8 @@ class Counting(nn.Module):
 
 
 def one_step(probe, model, optimizer, x):
-    with probe.step():
-        optimizer.zero_grad()
+    with training_step(probe, optimizer):
         model(x).square().mean().backward()
-        optimizer.step()
     return {key: value for key, value in probe.latest.scalars().items() if not key.endswith("overhead_ms")}
 
 

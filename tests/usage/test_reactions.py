@@ -8,6 +8,7 @@ from torch import nn
 
 from spectral_monitor import SpectralMonitor, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.monitoring.reactions import Reactions
+from tests.one_step import training_step
 from tests.usage.short_fits import fitted
 
 
@@ -52,10 +53,8 @@ def test_a_loop_of_ones_own():
     assert not probe.should_stop
     x, y = torch.randn(32, 16), torch.randint(3, (32,))
     while not probe.should_stop and probe.steps < 10:
-        with probe.step():
-            optimizer.zero_grad()
+        with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
     assert probe.should_stop
     assert [verdict.layer for verdict in seen] == ["2"]
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from benchmarks.recipes.development.plants import (
     adapters,
     bfloat16,
-    both,
     fault,
     filled,
     float32,
     inputs,
     one_rate,
-    options,
     rate,
     rates,
     reset,
     restarts,
-    setting,
-    summed,
     weights,
     without_norms,
 )
+from benchmarks.recipes.plants import both, options, setting, times
 from benchmarks.recipes.recipe import Fault
 
 LARGE = ("rates_too_large", "exploding", "diverged")
@@ -63,7 +60,7 @@ WHOLE = (
     fault("all rates /100", "GCN, Adam", ("rates_too_small",), rates(0.01)),
     fault("all rates /4", "MLP, schedule-free AdamW", ("rates_too_small",), rates(0.25)),
     fault("rates 0", "VAE, Adam", ("nothing_trains", "lr_zero", "rates_too_small"), rates(0.0)),
-    fault("loss summed", "MLP, SGD", (*LARGE, "dead"), summed(64)),
+    fault("loss summed", "MLP, SGD", (*LARGE, "dead"), times(64)),
     fault("clipping to 1e-3", "plain CNN, SGD", ("rates_too_small",), setting(clip=1e-3)),
     fault("clipping to 1e-4", "LSTM, SGD", ("rates_too_small",), setting(clip=1e-4)),
     fault("momentum 0.999", "plain CNN, SGD", ("momentum", *LARGE), options(momentum=0.999)),

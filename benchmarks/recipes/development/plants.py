@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
+from benchmarks.recipes.plants import Plant, setting
 from benchmarks.recipes.recipe import Fault
 from benchmarks.recipes.run import Run
-
-Plant = Callable[[Run], None]
 
 
 def fault(
@@ -35,14 +32,6 @@ def one_rate(recipe: str, layer: str, factor: float) -> Fault:
     else:
         name, causes = f"{layer} at 1/{1 / factor:g} of the rate", ("lr_too_small",)
     return fault(name, recipe, causes, rate(f"{layer}*", factor), (f"{layer}*",), factor=factor)
-
-
-def both(*plants: Plant) -> Plant:
-    def plant(run: Run) -> None:
-        for part in plants:
-            part(run)
-
-    return plant
 
 
 def rate(pattern: str, factor: float) -> Plant:
@@ -71,20 +60,6 @@ def filled(value: float, *patterns: str) -> Plant:
     return plant
 
 
-def options(**values: object) -> Plant:
-    return lambda run: run.set_option(**values)
-
-
-def setting(**values: object) -> Plant:
-    """Set attributes of the run."""
-
-    def plant(run: Run) -> None:
-        for key, value in values.items():
-            setattr(run, key, value)
-
-    return plant
-
-
 def reset(name: str) -> Plant:
     """Draw the weights of a layer anew, without disturbing the generator of anything else."""
 
@@ -101,16 +76,6 @@ def inputs(factor: float) -> Plant:
 
     def plant(run: Run) -> None:
         run.model.register_forward_pre_hook(lambda module, args: (args[0] * factor, *args[1:]))
-
-    return plant
-
-
-def summed(batch: int) -> Plant:
-    """Sum the loss over the batch instead of taking the mean."""
-
-    def plant(run: Run) -> None:
-        inner = run.loss
-        run.loss = lambda: batch * inner()
 
     return plant
 

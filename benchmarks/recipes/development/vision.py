@@ -20,7 +20,7 @@ from benchmarks.recipes.development.common import (
     private,
     wide,
 )
-from benchmarks.recipes.optimizers import AdamWScheduleFree, sharpness_aware
+from benchmarks.recipes.optimizers import AdamWScheduleFree, averaged, sharpness_aware
 from benchmarks.recipes.run import Run, cosine, warmup_cosine
 
 
@@ -213,18 +213,7 @@ def mlp_schedule_free(seed: int, width: float = 1.0) -> Run:
     model = Perceptron(768, h, h, 10)
     optimizer = AdamWScheduleFree(decayed(model.parameters(), 0.01), lr=2.5e-3, warmup_steps=10)
     run = classification(model, optimizer, image_split(16), seed, 200)
-    inner = run.evaluate
-
-    def evaluate() -> float:
-        saved = [p.detach().clone() for p in model.parameters()]
-        optimizer.eval()
-        value = inner()
-        with torch.no_grad():
-            for p, values in zip(model.parameters(), saved, strict=True):
-                p.copy_(values)
-        return value
-
-    run.evaluate = evaluate
+    run.evaluate = averaged(optimizer, run.evaluate)
     return run
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import avg_pool2d, gelu, max_pool2d, pad
 from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
 
 from benchmarks.recipes.heldout.data import Supervised, decayed, divided, small_images, smoothed, wide
-from benchmarks.recipes.heldout.optimizers import sharpness_aware
+from benchmarks.recipes.optimizers import sharpness_aware
 from benchmarks.recipes.recipe import Recipe
 from benchmarks.recipes.run import Run, Schedule, cosine, warmup_cosine
 
@@ -213,7 +213,7 @@ def sam_resnet(seed: int, width: float) -> Run:
     model, steps = ResNet(width), 200
     task = Supervised(model, small_images(), 64, seed, smoothed(0.1))
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    update = sharpness_aware(task, rho=0.05)
+    update = sharpness_aware(task.generator)
     return Run(model, [optimizer], task, task.evaluate, steps, cosine(steps), update=update)
 
 

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from benchmarks.recipes.heldout.plants import (
     adapters,
     as_before,
     biases,
-    both,
     dropped,
     full_precision,
     half_precision,
     identities,
     inputs,
     neural_tangent,
-    option,
     outputs,
     rates,
     rates_by_fans,
     schedule,
-    setting,
     stopped,
     targets,
-    times,
     weights,
 )
 from benchmarks.recipes.heldout.rates import HUGE, SINGLE, SMALL
+from benchmarks.recipes.plants import Plant, both, options, setting, times
 from benchmarks.recipes.recipe import Fault
-from benchmarks.recipes.run import Run
-
-Plant = Callable[[Run], None]
 
 
 def fault(
@@ -111,14 +103,14 @@ OTHERS = (
     fault(
         "wide ResNet, SGD one cycle",
         "momentum 0.997",
-        option(momentum=0.997),
+        options(momentum=0.997),
         "momentum",
         "rates_too_large",
         "diverged",
     ),
-    fault("GRU, Adam", "beta1 0.999", option(betas=(0.999, 0.999)), "momentum", "rates_too_large"),
-    fault("graph isomorphism net, Adam", "eps 1", option(eps=1.0), "eps", "rates_too_small"),
-    fault("GPT, AdamW", "eps 0.01", option(eps=0.01), "eps", "rates_too_small"),
+    fault("GRU, Adam", "beta1 0.999", options(betas=(0.999, 0.999)), "momentum", "rates_too_large"),
+    fault("graph isomorphism net, Adam", "eps 1", options(eps=1.0), "eps", "rates_too_small"),
+    fault("GPT, AdamW", "eps 0.01", options(eps=0.01), "eps", "rates_too_small"),
     fault(
         "SELU MLP, SGD",
         "ten steps per batch",
@@ -150,16 +142,16 @@ OTHERS = (
     fault(
         "MLP-Mixer, AdamW",
         "weight decay 100",
-        option(weight_decay=100.0),
+        options(weight_decay=100.0),
         "decay_too_large",
         "weights_too_small",
         "vanishing",
         "rates_too_small",
         "dead",
     ),
-    fault("VGG, SGD", "weight decay x100", option(weight_decay=0.05), "decay_too_large"),
-    fault("GRU, Adam", "weight decay 0.1 in Adam's gradient", option(weight_decay=0.1), "decay_too_large"),
-    fault("GPT, AdamW", "weight decay 20", option(weight_decay=20.0), "decay_too_large"),
+    fault("VGG, SGD", "weight decay x100", options(weight_decay=0.05), "decay_too_large"),
+    fault("GRU, Adam", "weight decay 0.1 in Adam's gradient", options(weight_decay=0.1), "decay_too_large"),
+    fault("GPT, AdamW", "weight decay 20", options(weight_decay=20.0), "decay_too_large"),
     fault("VGG, SGD", "weights in bfloat16", half_precision, "rounding", mend=full_precision),
     fault("keyword spotting, Adam", "weights in bfloat16", half_precision, "rounding", mend=full_precision),
     fault("VGG, SGD", "only vectors trained", stopped("*", matrices=True), "lr_zero", "nothing_trains"),

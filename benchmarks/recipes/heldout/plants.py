@@ -12,19 +12,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from benchmarks.recipes.heldout.data import Supervised
+from benchmarks.recipes.plants import Plant
 from benchmarks.recipes.run import Run
 
-Plant = Callable[[Run], None]
-
 HANDLES: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
-
-
-def both(*plants: Plant) -> Plant:
-    def plant(run: Run) -> None:
-        for each in plants:
-            each(run)
-
-    return plant
 
 
 def rates(factor: float, pattern: str = "") -> Plant:
@@ -42,30 +33,6 @@ def weights(factor: float, *patterns: str) -> Plant:
                 if p.ndim > 1 and name not in done:
                     run.scale_weight(name.replace("[", "[[]"), factor)
                     done.add(name)
-
-    return plant
-
-
-def option(**options: object) -> Plant:
-    return lambda run: run.set_option(**options)
-
-
-def setting(**values: object) -> Plant:
-    """Set attributes of the run."""
-
-    def plant(run: Run) -> None:
-        for key, value in values.items():
-            setattr(run, key, value)
-
-    return plant
-
-
-def times(factor: float) -> Plant:
-    """Multiply the training loss."""
-
-    def plant(run: Run) -> None:
-        loss = run.loss
-        run.loss = lambda: factor * loss()
 
     return plant
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.optim import SGD, AdamW
 
 from benchmarks.recipes.heldout.data import Corpus, Language, decayed, divided, wide
-from benchmarks.recipes.heldout.optimizers import AdamWScheduleFree
+from benchmarks.recipes.optimizers import AdamWScheduleFree, averaged
 from benchmarks.recipes.recipe import Recipe
 from benchmarks.recipes.run import Run, warmup_cosine
 
@@ -248,30 +247,13 @@ class Dilated(nn.Module):
         return self.decoder(h.relu().transpose(1, 2))
 
 
-def averaged(task: Language, optimizer: AdamWScheduleFree) -> Callable[[], float]:
-    """Evaluate at the averaged weights and put the others back."""
-
-    def evaluate() -> float:
-        with torch.no_grad():
-            pairs = optimizer.averages()
-            before = [p.clone() for p, _ in pairs]
-            for p, average in pairs:
-                p.copy_(average)
-            figure = task.evaluate()
-            for (p, _), old in zip(pairs, before, strict=True):
-                p.copy_(old)
-        return figure
-
-    return evaluate
-
-
 def dilated(seed: int, width: float) -> Run:
     torch.manual_seed(seed)
     corpus, steps = Corpus(24, 49, seed), 200
     model = Dilated(corpus.vocab, wide(64, width))
     task = Language(model, corpus)
     optimizer = AdamWScheduleFree(model.parameters(), lr=1e-2, weight_decay=0.01, warmup_steps=20)
-    return Run(model, [optimizer], task, averaged(task, optimizer), steps)
+    return Run(model, [optimizer], task, averaged(optimizer, task.evaluate), steps)
 
 
 class Recurrent(nn.Module):

@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW, NAdam
 
 from benchmarks.rates.tuned import digits
 from benchmarks.recipes.heldout.data import Supervised, decayed, small_images, smoothed, still, wide
-from benchmarks.recipes.heldout.optimizers import Lion
 from benchmarks.recipes.heldout.text import Attention
+from benchmarks.recipes.optimizers import Lion
 from benchmarks.recipes.recipe import Recipe
 from benchmarks.recipes.run import Run, cosine, warmup_cosine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from itertools import takewhile
 
 from spectral_monitor.condition.causes.explanation import Explanation, at_peak, number
@@ -24,7 +25,7 @@ def lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
     others = [at_peak(other, other.lr) for other in network.peers_of(row) or network.peers if other.lr > 0]
     if not others:
         return None
-    usual = sorted(others)[len(others) // 2]
+    usual = statistics.median_high(others)
     return Explanation(
         "lr_zero",
         f"its learning rate is 0 while others learn at {number(usual)}: use that, or freeze it with "

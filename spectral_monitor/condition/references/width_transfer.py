@@ -41,11 +41,10 @@ SAME = 1.05
 
 @dataclass(frozen=True)
 class WidthComparison:
-    """One measurement beside the profile; plain data, ``WidthComparison(**asdict(it))`` gives it back.
+    """One measurement beside the profile; plain data.
 
     Attributes:
         step: of both.
-        logs: matrix -> natural logarithm of its ``update_natural`` over the profile's.
         grown: matrix whose inputs grew -> by what factor.
         ratio: ``update_natural`` over the profile's, median over ``grown``.
         divisor: what brings updates back to the profile's size, median over ``grown``.
@@ -56,7 +55,6 @@ class WidthComparison:
     """
 
     step: int
-    logs: Mapping[str, float]
     grown: Mapping[str, float]
     ratio: float
     divisor: float
@@ -71,7 +69,6 @@ class WidthFinding:
     """Wider layers than the profile's get larger updates than the profile's.
 
     Attributes:
-        step: of the latest measurement.
         measurements: that it rests on.
         layers: those whose inputs grew.
         width: by what factor, their median.
@@ -83,12 +80,11 @@ class WidthFinding:
         family: of the optimizer; empty if there are several or it is not known.
 
     Example:
-        >>> print(WidthFinding(16, 5, ("1", "2"), 8.0, 5.9, 1.0, 8.0, 0.001, "Adam", "adam").sentence)
+        >>> print(WidthFinding(5, ("1", "2"), 8.0, 5.9, 1.0, 8.0, 0.001, "Adam", "adam").sentence)
         8 times the profile's inputs at the same Adam rate, and updates 5.9 times as large: divide the learning rate \
 by 8 (0.001 -> 0.000125), or use SpectralLRCorrector
     """
 
-    step: int
     measurements: int
     layers: tuple[str, ...]
     width: float
@@ -147,11 +143,11 @@ def compare_widths(
     """
     if not {"update_natural", "lr"} <= measurement.values.keys():
         return None
-    logs: dict[str, float] = {}
     grown: dict[str, float] = {}
-    rates: dict[str, float] = {}
-    divisors: dict[str, float] = {}
-    chosen: dict[str, Hyperparameters] = {}
+    ratios: list[float] = []
+    rates: list[float] = []
+    divisors: list[float] = []
+    chosen: list[Hyperparameters] = []
     updates, lrs = (measurement.values[key].tolist() for key in ("update_natural", "lr"))
     for info, update, lr in zip(measurement.layers, updates, lrs, strict=True):
         if info.name not in profile.fans or not profile.covers(measurement.step, info.name):
@@ -159,27 +155,27 @@ def compare_widths(
         point = profile.at(measurement.step, info.name)
         if not all(0 < value < math.inf for value in (update, lr, point.update_natural, point.lr)):
             continue  # what cannot be divided says nothing of sizes
-        ratio = update / point.update_natural
-        logs[info.name] = math.log(ratio)
         growth = Fans.of(info).inputs / profile.fans[info.name].inputs
         if growth < GROWN:
             continue
         setting = (settings or {}).get(info.name, Hyperparameters())
-        grown[info.name], rates[info.name] = growth, lr / point.lr
-        divisors[info.name] = divisor(setting.family, growth, rates[info.name], ratio)
-        chosen[info.name] = setting
+        rate, ratio = lr / point.lr, update / point.update_natural
+        grown[info.name] = growth
+        ratios.append(ratio)
+        rates.append(rate)
+        divisors.append(divisor(setting.family, growth, rate, ratio))
+        chosen.append(setting)
     if not grown:
         return None
     return WidthComparison(
         step=measurement.step,
-        logs=logs,
         grown=grown,
-        ratio=geometric_median(math.exp(logs[name]) for name in grown),
-        divisor=geometric_median(divisors.values()),
-        rate=geometric_median(rates.values()),
-        lr=_common_rate(setting.peak for setting in chosen.values()),
-        optimizer=_common(setting.optimizer for setting in chosen.values()),
-        family=_common(setting.family for setting in chosen.values()),
+        ratio=geometric_median(ratios),
+        divisor=geometric_median(divisors),
+        rate=geometric_median(rates),
+        lr=_common_rate(setting.peak for setting in chosen),
+        optimizer=_common(setting.optimizer for setting in chosen),
+        family=_common(setting.family for setting in chosen),
     )
 
 
@@ -214,7 +210,6 @@ def find_width(comparisons: Sequence[WidthComparison]) -> WidthFinding | None:
         return None
     last = recent[-1]
     return WidthFinding(
-        step=last.step,
         measurements=len(recent),
         layers=tuple(last.grown),
         width=geometric_median(last.grown.values()),
