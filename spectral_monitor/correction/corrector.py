@@ -128,7 +128,7 @@ class Corrector:
         """Return what the learning rate of a group is multiplied with before any layer's own multiplier."""
         if not self.correction.of_peak:
             return 1.0
-        return self._peaks.part(group) * self.step_length.factor / self._rectified(group)
+        return self._peaks.part(group) * self.wanted.of_depth * self.step_length.factor / self._rectified(group)
 
     def _rectified(self, group: Mapping[str, Any]) -> float:
         """Return what an optimizer multiplies the next step of a group with, where sizes go without that; else 1."""
@@ -310,13 +310,11 @@ class Corrector:
             "policy": self.correction.policy,
             "size": self.correction.size,
             "units": {name: multiplier.state() for name, multiplier in rows.items()},
-            "began": dict(self.wanted.began),
             "peaks": {layer.info.name: self._peaks.state(layer.sources[0]) for layer in self._layers},
             "limited": sorted(name for name, multiplier in rows.items() if multiplier.limited),
             "clip": self._clip.state_dict(),
             "step_length": self.step_length.state_dict(),
-            "relative": dict(self.wanted.relative),
-            **({"trained": sorted(self.wanted.trained)} if self.wanted.trained else {}),
+            **self.wanted.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -338,9 +336,7 @@ class Corrector:
         self._multipliers = [Multiplier.loaded(state["units"][name], name in state["limited"]) for name in names]
         self._clip.load_state_dict(state.get("clip", {}))
         self.step_length.load_state_dict(state.get("step_length", {}))
-        self.wanted.began = dict(state["began"])
-        self.wanted.trained = set(state.get("trained", ()))
-        self.wanted.relative = dict(state.get("relative", self.wanted.relative))
+        self.wanted.load_state_dict(state)
         self._began_training = True
         for layer in self._layers:
             self._peaks.load(layer.sources, state["peaks"][layer.info.name])

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
 from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import STEPPED_AGAIN, OptimizerCapture
+from spectral_monitor.capture.replay.loss_graph import GraphFacts
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.output_layers import output_parameters
@@ -115,7 +116,7 @@ class Engine(EngineState):
         self.armed = self.idle = False
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
         self.multipliers: Mapping[int, float] = {}
-        self.embedding_scales: Mapping[int, float] | None = {}  # None: they are asked for
+        self.on_graph: Callable[[GraphFacts], None] | None = None  # what takes the facts of a graph, if they are wanted
         self._clear()
 
     def _clear(self) -> None:
@@ -158,7 +159,6 @@ class Engine(EngineState):
         self.disarm()
         self.armed, self.idle = True, False
         self._before_forward = before_forward
-        self._facts.multipliers = self.multipliers
         self.step_loss.begin(STEP_LOSS in keys)
         with self._guard("setting up"):
             self._facts.replaced = self._tracker.moved(self._warn)
@@ -224,6 +224,7 @@ class Engine(EngineState):
             return None
         self.correct_roles(self.features.readouts.settle(seen))
         stage, out, facts = self._stage, self._out, self._facts
+        facts.multipliers = self.multipliers
         settle_facts(facts, seen, given)
         facts.held, facts.modes = held_by(self.layers, self.optimizers), self._modes.look()
         if self._awaited:

@@ -33,18 +33,18 @@ class CorrectionReport:
     def __init__(self, corrector: Corrector) -> None:
         self._corrector = corrector
         self._length_told = 1.0, False  # last reported factor on the length of steps, and whether it was given up
-        self._trained_told = False
+        self._trained_told = self._depth_told = False
         self.looks = False
         self._blind = 0  # times that the loss was unknown; -1 once it was known, or that was reported
 
     def resume(self) -> None:
         """Treat the state that the corrector has loaded as reported."""
         self._length_told = self._corrector.step_length.factor, self._corrector.step_length.given_up
-        self._trained_told = bool(self._corrector.wanted.trained)
+        self._trained_told, self._depth_told = bool(self._corrector.wanted.trained), True
 
     def lines(self, measurement: Measurement, changes: Sequence[Change]) -> Iterator[str]:
         """Yield a line on each notable change."""
-        yield from filter(None, (self._trained(measurement), self._unseen(measurement)))
+        yield from filter(None, (self._trained(measurement), self._depth(), self._unseen(measurement)))
         if said := self._length(measurement):
             yield f"step {measurement.step}: {said}"
         if notable := [change for change in changes if change.factor >= TOLD]:
@@ -61,6 +61,17 @@ class CorrectionReport:
         return (
             f"weights of {len(found)} of {len(matrices)} matrices look trained: they take {TRAINED:.2g} of the steps; "
             "after a long training take a smaller size"
+        )
+
+    def _depth(self) -> str:
+        """Return a line, once, on steps that are smaller because many matrices stand in a row; else nothing."""
+        wanted = self._corrector.wanted
+        if self._depth_told or wanted.of_depth == 1:
+            return ""
+        self._depth_told = True
+        return (
+            f"{wanted.in_a_row} matrices stand in a row, without residual connections or batch norms: steps have "
+            f"{wanted.of_depth:.2g} of their size"
         )
 
     def _unseen(self, measurement: Measurement) -> str:

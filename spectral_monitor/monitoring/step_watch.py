@@ -12,7 +12,7 @@ from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_bac
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.graph_replay import gradients_kept
 from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
-from spectral_monitor.capture.replay.loss_graph import embedding_scales, has_unfit_input
+from spectral_monitor.capture.replay.loss_graph import graph_facts, has_unfit_input
 from spectral_monitor.capture.replay.replay import Repeatable
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
@@ -85,16 +85,17 @@ class StepWatch:
             self._engine.arm(self._keys)
             model = self._engine.model
             self._replay = LossReplay(model) if self._engine.step_loss.wanted else None
-            if self._engine.embedding_scales is None and not compiled_modules(model):
+            if self._engine.on_graph is not None and not compiled_modules(model):
                 self._handles += self._hooks.add(model, model.register_forward_hook, self._returned)
 
     def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Find in the graph of the model's output how it scales embeddings."""
+        """Read the graph of the model's output."""
         if in_backward() or in_transform():
             return
         with suppress(Exception):  # then it stays unknown
             for x in (x for x in tensors_in(output) if x.grad_fn is not None):
-                self._engine.embedding_scales = embedding_scales(x)
+                if self._engine.on_graph is not None:
+                    self._engine.on_graph(graph_facts(x))
                 return
 
     def report_loss(self, loss: Tensor, again: Callable[[], Tensor] | None) -> None:

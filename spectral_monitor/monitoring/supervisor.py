@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spectral_monitor.capture.replay.loss_graph import GraphFacts
 from spectral_monitor.condition import NETWORK, Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
@@ -69,7 +70,7 @@ class Supervisor:
                 correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention.blocks, unmeasured
             )
             self._report = CorrectionReport(self._corrector)
-            engine.embedding_scales = None if correction.of_peak else {}
+            engine.on_graph = self._take_graph if correction.of_peak else None
             engine.multipliers = self._corrector.by_layer()
 
     @property
@@ -209,6 +210,13 @@ class Supervisor:
                 warn(announcement(verdict, measurement))
         return measurement
 
+    def _take_graph(self, facts: GraphFacts) -> None:
+        """Take what the graph of the network's first outputs tells, once; steps go by it from this one on."""
+        self._engine.on_graph = None
+        if self._corrector is not None:
+            self._corrector.wanted.scales, self._corrector.wanted.in_a_row = facts
+            self._engine.multipliers = self._corrector.by_layer()
+
     def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
         """Correct learning rates by a measurement.
 
@@ -220,7 +228,6 @@ class Supervisor:
             return
         try:
             uphill = measurement.why("edge", SUMMARY) == UPHILL
-            self._corrector.wanted.scales = self._engine.embedding_scales or {}
             changes = self._corrector.update(measurement, self.settings, uphill)
             self._engine.multipliers = self._corrector.by_layer()
             if missed := self._corrector.unreached:

@@ -1,11 +1,12 @@
-"""Read off the graph of a loss: inputs that went through an activation where it takes logits, say, and the constants
-that a network multiplies embeddings with.
+"""Read off the graph of a loss: inputs that went through an activation where it takes logits, say, the constants that
+a network multiplies embeddings with, and how many matrices stand in a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,8 +27,28 @@ SHAPES = (
 """Nodes that pass on what they are given in another shape or precision."""
 LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "NativeBatchNorm")
 """Nodes behind which no part of a loss is looked for."""
+MATRICES = ("Addmm", "Mm", "Convolution", "MkldnnConvolution")
+"""Nodes that multiply with a matrix of the network's."""
+BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
 MOST = 200
-"""Nodes that are looked at."""
+"""Nodes that are looked at for inputs of losses."""
+
+
+class GraphFacts(NamedTuple):
+    """Facts that a correction reads off the graph of a network's output.
+
+    Attributes:
+        embedding_scales: number of rows -> what embeddings with so many are multiplied by.
+        in_a_row: the least number of matrices between the inputs and the output; 0 if unknown.
+    """
+
+    embedding_scales: Mapping[int, float] = {}
+    in_a_row: int = 0
+
+
+def graph_facts(output: Tensor) -> GraphFacts:
+    """Return what the graph of a loss, or of what a model returns, tells before a backward pass goes through it."""
+    return GraphFacts(embedding_scales(output), matrices_in_a_row(output))
 
 
 def has_unfit_input(loss: Tensor) -> bool:
@@ -108,6 +129,77 @@ def embedding_scales(output: Tensor) -> dict[int, float]:
             scale = _constant(consumer, place)
             found.setdefault(int(node._saved_weight_sym_argsize_0), set()).add(scale)
     return {rows: scales.pop() if len(scales) == 1 else 1.0 for rows, scales in found.items()}
+
+
+def matrices_in_a_row(output: Tensor) -> int:
+    """Return the least number of matrices on a way from an output back to one that takes the network's inputs.
+
+    Residual connections are ways around matrices, so networks of residual blocks have two, at any depth: the first and
+    the last. A matrix whose outputs go into a batch norm does not count. One that is used again and again counts once,
+    and an embedding is the end of a way. It is 0 where no matrix is seen, as in compiled graphs.
+
+    Args:
+        output: a loss, or what a model returns, with a graph.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> first, block, last = (nn.Linear(4, 4) for _ in range(3))
+        >>> x = torch.ones(2, 4)
+        >>> matrices_in_a_row(last(block(first(x)).relu())), matrices_in_a_row(last(first(x) + block(first(x))))
+        (3, 2)
+    """
+    behind = _behind_matrices(output.grad_fn)
+    least: dict[Any, int] = {None: 0}  # fewest matrices on a way from the output to a node, that included
+    left: deque[tuple[Any, Any]] = deque([(None, before_shapes(output.grad_fn))])
+    found: list[int] = []
+    while left:  # ways that add no matrix come first
+        consumer, node = left.popleft()
+        is_matrix = kind_of(node) in MATRICES
+        counts = is_matrix and kind_of(consumer) not in BATCH_NORMS
+        passed = least[consumer] + counts
+        if passed >= least.get(node, passed + 1):
+            continue
+        least[node] = passed
+        if kind_of(node) == "Embedding" or (is_matrix and node not in behind):
+            found.append(passed)
+            continue
+        for maker in _makers(node):
+            further = kind_of(maker) in MATRICES and kind_of(node) not in BATCH_NORMS
+            (left.append if further else left.appendleft)((node, maker))
+    nodes = [before_shapes(output.grad_fn), *(node for _, _, node in _edges(output.grad_fn))]
+    weights = {_weight_of(node) for node in nodes if kind_of(node) in MATRICES}
+    return min(*found, len(weights)) if found and weights else min(found, default=0)
+
+
+def _weight_of(node: Any) -> Any:
+    """Return what makes the weight that a node multiplies with: the same in every use; the node itself if unknown."""
+    made = [maker for maker in _makers(node) if maker.name().endswith("AccumulateGrad") and maker.variable.dim() > 1]
+    return made[-1] if made else node  # inputs that are leaves come before it
+
+
+def _behind_matrices(root: Any) -> set[Any]:
+    """Return the nodes of a graph that use, by way of others, the output of a matrix or an embedding."""
+    order: list[Any] = []
+    users: dict[Any, list[Any]] = {}
+    for consumer, _, node in _edges(root):
+        users.setdefault(node, []).append(consumer)
+        order.append(node)
+    found: set[Any] = set()
+    left = [node for node in dict.fromkeys(order) if kind_of(node) in (*MATRICES, "Embedding")]
+    while left:
+        for user in users.get(left.pop(), ()):
+            if user not in found:
+                found.add(user)
+                left.append(user)
+    return found
+
+
+def _makers(consumer: Any) -> Iterator[Any]:
+    """Yield the nodes whose outputs a node uses; those that only pass them on are left out."""
+    for node, _ in consumer.next_functions if consumer is not None else ():
+        if (maker := before_shapes(node)) is not None:
+            yield maker
 
 
 def _edges(root: Any) -> Iterator[tuple[Any, int, Any]]:

@@ -1,0 +1,89 @@
+"""Steps of networks with many matrices in a row are smaller, from the first one on."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
+from spectral_monitor.correction import wanted
+from tests.one_step import training_step
+from tests.resume.resuming import QUIET
+
+
+def chain(count):
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(count - 1) for part in (nn.Linear(16, 16), nn.ReLU())), nn.Linear(16, 4))
+
+
+def corrected(count, steps=1, state=None, **settings):
+    """A probe after some steps under policy "target"."""
+    model = chain(count)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection(**settings))
+    if state is not None:
+        probe.load_state_dict(state)
+    for step in range(steps):
+        with training_step(probe, optimizer):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+    return probe
+
+
+@pytest.mark.parametrize(("count", "part"), [(2, 1.0), (6, 1.0), (7, 2 / 7), (12, 1 / 6)])
+def test_the_first_step_has_the_part_already(count, part, monkeypatch, capsys):
+    found = corrected(count).latest
+    said = " ".join(capsys.readouterr().out.split())
+    line = f"{count} matrices stand in a row, without residual connections or batch norms: steps have {part:.2g} of"
+    assert (line in said) is (part < 1)
+    monkeypatch.setattr(wanted, "SHALLOW", 100)
+    usual = corrected(count).latest
+    assert "matrices stand" not in capsys.readouterr().out
+    for key in ("update_natural", "lr_multiplier", "lr"):
+        assert found.values[key].tolist() == pytest.approx((usual.values[key] * part).tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{"size": "lr"}, {"policy": "balance", "size": "lr"}])
+def test_where_the_rate_is_the_size_depth_changes_nothing(settings, monkeypatch):
+    found = corrected(12, 3, **settings).multipliers
+    monkeypatch.setattr(wanted, "SHALLOW", 100)
+    assert found == corrected(12, 3, **settings).multipliers
+
+
+def test_it_goes_on_from_its_state_before_a_graph_is_seen():
+    assert '"in_a_row": 12' in json.dumps(corrected(12, 3).state_dict(), default=str)
+    probe = corrected(12, 0, corrected(12, 3).state_dict())
+    assert probe._supervisor._corrector.wanted.of_depth == pytest.approx(1 / 6)
+    assert "in_a_row" not in str(corrected(6, 3).state_dict())
+
+
+def test_the_callback_sees_the_graph_of_the_loss_and_says_so_once(caplog):
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = chain(8)
+
+        def training_step(self, batch, _):
+            return self.network(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    corrector = SpectralLRCorrector(every_n_steps=1, verbose=1)
+    trainer = pl.Trainer(**QUIET, logger=False, max_steps=4, callbacks=[corrector])
+    log = logging.getLogger("lightning.pytorch.spectral_monitor")
+    caplog.set_level("INFO", log.name)
+    log.addHandler(caplog.handler)
+    try:
+        trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=8))
+    finally:
+        log.removeHandler(caplog.handler)
+    said = " ".join(caplog.text.split())
+    line = "8 matrices stand in a row, without residual connections or batch norms: steps have 0.25 of their size"
+    assert said.count(line) == said.count("the constant learning rate (0.001) counts as size") > 0
