@@ -29,6 +29,8 @@ from spectral_monitor.measurement import NOT_FINITE, NOT_STEPPED, LayerState, Me
 
 VERSION = 5
 """Version of the saved state."""
+AGAIN = 2
+"""A root that has ended and comes back is told again at this many times the step when it last began."""
 OF_NO_SIZE = frozenset({"rate", "vector_rate", "dead", "left_out", "logits_exploding", "attention_collapsed"})
 """Checks that do not look at the size of an update."""
 
@@ -99,6 +101,7 @@ class Judge:
         }
         self._records: dict[tuple[str, str], _Record] = {}
         self._known: dict[str, dict[str, float]] = {}
+        self._told: dict[tuple[str, str], int] = {}  # layer and cause of roots -> step when one began last
         self._announced: set[tuple[str, str]] = set()  # layer and cause of roots that have begun and not ended
         self._expected: dict[str, float] | None = None
         self._fresh: bool | None = None
@@ -145,7 +148,7 @@ class Judge:
                 self._count(key, finding, measurement.step)
         self._compare_widths(measurement, settings)
         result = self._verdicts(found, network)
-        self._announce(result)
+        self._announce(result, measurement.step)
         ended = network.top_lr == 0 and network.drift > 0  # then layers keep their last state
         if not (ended and self.states):
             compared = {layer for layer, check in found if check not in OF_NO_SIZE}
@@ -254,25 +257,30 @@ class Judge:
             first = self._comparisons[-found.measurements].step
             yield Case(seen, Explanation("width", found.sentence, remedy), first, found.measurements)
 
-    def _announce(self, result: tuple[Verdict, ...]) -> None:
+    def _announce(self, result: tuple[Verdict, ...], step: int) -> None:
         """Find the roots that begin, and the layers that are healthy again.
 
-        A root is no news if one of its layers was told its cause, or if all of them were told one.
+        A root is no news if one of its layers was told its cause, or if all of them were told one. One that comes and
+        goes is told again when training has become twice as long.
         A layer has not ended while it follows from another root or has no value. Nor has a cause of the network that
         gives way to another one, as too large steps do to divergence and back.
         """
-        roots = [verdict for verdict in result if verdict.is_root]
-        now = {(name, verdict.cause) for verdict in roots for name in (verdict.layer, *verdict.layers)}
         off = {name for verdict in result for name in (verdict.layer, *verdict.layers)}
         unseen = {layer for (layer, _), record in self._records.items() if record.flagged} - off
         lasting = unseen | off - {NETWORK}
         layers = {layer for layer, _ in self._announced if layer != NETWORK}
-        self.began = tuple(
-            verdict
-            for verdict in roots
-            if not self._announced & {(name, verdict.cause) for name in (verdict.layer, *verdict.layers)}
-            and not (verdict.layers and layers >= set(verdict.layers))
-        )
+        now: set[tuple[str, str]] = set()
+        began = []
+        for verdict in (verdict for verdict in result if verdict.is_root):
+            keys = {(name, verdict.cause) for name in (verdict.layer, *verdict.layers)}
+            known = self._announced & keys or (verdict.layers and layers >= set(verdict.layers))
+            if not known:
+                if step < AGAIN * max(self._told.get(key, 0) for key in keys):
+                    continue
+                began.append(verdict)
+                self._told |= dict.fromkeys(keys, step)
+            now |= keys
+        self.began = tuple(began)
         self.ended = tuple(sorted(layers - lasting))
         lasting |= {NETWORK} & off
         self._announced = now | {(layer, code) for layer, code in self._announced if layer in lasting}
@@ -304,6 +312,7 @@ class Judge:
             "began": dict(self._initial_sizes),
             "widths": [asdict(compared) for compared in self._comparisons],
             "told": sorted(map(list, self._announced)),
+            **({"last_told": sorted([*key, step] for key, step in self._told.items())} if self._told else {}),
             "startup": self._zero_start.state_dict(),
             "whole": self._whole.state_dict(),
             **{name: trend.state_dict() for name, trend in self._trends.items()},
@@ -325,6 +334,7 @@ class Judge:
         kept = [field.name for field in fields(WidthComparison)]  # older states have more
         self._comparisons = [WidthComparison(**{name: each[name] for name in kept}) for each in state["widths"]]
         self._announced = {(layer, code) for layer, code in state["told"]}
+        self._told = {(layer, code): int(step) for layer, code, step in state.get("last_told", ())}
         self._zero_start.load_state_dict(state["startup"])
         self._whole.load_state_dict(state["whole"])
         for name, trend in self._trends.items():

@@ -39,8 +39,8 @@ SHORTEST = 1 / 64
 """Part of their length that is left at least."""
 FRUITLESS = 3
 """So many edges in a row that stay too large at that length show that gradients are not those of the loss."""
-PROBED = 1 / 2
-"""Before steps become shorter than this, a step of the shortest length tells whether that helps at all."""
+PROBED, PROBES = 1 / 2, 6
+"""Before steps become shorter than this, up to so many of the shortest length tell whether that helps at all."""
 PART, SELDOM = 4, 50
 """While all is well a run looks again when it has become a quarter longer, or after so many steps."""
 
@@ -138,26 +138,27 @@ class StepLength:
         self.factor = min(self._right(), RISE * self.factor)
         if self.factor < PROBED and not self._probed:
             self.factor, self.probing, self._probed = SHORTEST, True, True
-        self._give_up()
+        if self._fruitless == FRUITLESS:
+            self.factor, self.given_up = 1.0, True
         return self.factor
 
     def _probe(self, edge: float) -> float:
-        """Take in the edge of a step that was as short as can be, where longer ones were all too long."""
-        self._fruitless = self._fruitless + 1 if edge > self._longest / 2 else 0  # half: there edges are next to 0
-        if not self._fruitless:  # shorter steps help, or it is not known
-            self.factor, self.probing = self._right(), False
-        self._give_up()
+        """Take in the edge of a step that was as short as can be, where longer ones were all too long.
+
+        It is next to 0 where a loss follows its gradients. In a network that has just been thrown off it takes a few
+        steps to come down.
+        """
+        self._fruitless = self._fruitless + 1 if edge > self._longest / 2 else 0
+        if self._fruitless == PROBES and edge > self._longest:
+            self.factor, self.given_up = 1.0, True
+        elif self._fruitless in (0, PROBES):  # shorter steps help, or it is not known
+            self.factor, self.probing, self._fruitless = self._right(), False, 0
         return self.factor
 
     def _right(self) -> float:
         """Return the factor of the length at which edges are as large as they may be."""
         mean = statistics.fmean(self._curvatures)
         return min(max(self._longest / mean, SHORTEST), 1.0) if mean > 0 else 1.0
-
-    def _give_up(self) -> None:
-        """Give steps their full length for good if the shortest ones did not help."""
-        if self._fruitless == FRUITLESS:
-            self.factor, self.given_up = 1.0, True
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers."""

@@ -438,10 +438,25 @@ def test_outputs_that_grow_are_those_of_steps_that_are_too_large():
 def test_outputs_that_have_come_down_are_no_fault_any_more(size):
     judge, began = Judge(SpectralCondition()), []
     usual = every(1.0, "feature_rms")
-    for step, change in enumerate([usual, *[{"feature_rms": {"b": 101.0}}, every(size, "feature_rms")] * 2], 15):
+    large = {"feature_rms": {"b": 101.0}}
+    changes = {
+        15: usual,
+        16: large,
+        17: every(size, "feature_rms"),
+        31: large,
+        32: large,
+        33: usual,
+        63: large,
+        64: large,
+    }
+    for step, change in changes.items():
         judge.judge(measured(step, **change))
-        began.append([verdict.cause for verdict in judge.began])
-    assert began == [[], *[["rates_too_large"], []] * 2], "and are told again when they grow again"
+        began += [(step, verdict.cause) for verdict in judge.began]
+        state = json.loads(json.dumps(judge.state_dict()))
+        judge = Judge(SpectralCondition())
+        judge.load_state_dict(state)
+    again = [(step, "rates_too_large") for step in (16, 32, 64)]
+    assert began == again, "they are told again when training has become twice as long"
 
 
 def test_inputs_that_are_too_large_stay_the_root_and_are_not_said_to_have_grown():
