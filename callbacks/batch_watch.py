@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
 from spectral_monitor.capture.replay.loss_flow import loss_in
-from spectral_monitor.capture.replay.loss_graph import graph_facts, has_unfit_input
+from spectral_monitor.capture.replay.loss_graph import has_unfit_input
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
@@ -90,7 +90,7 @@ class BatchWatch:
         with self._harmless("a look at what the loss is given"):
             self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
             if self._engine.on_graph is not None:
-                self._engine.on_graph(graph_facts(loss))
+                self._engine.on_graph(loss)
         scaler = _scaler(trainer)
         if scaler is not None:
             self._loss_scale = float(scaler.get_scale())

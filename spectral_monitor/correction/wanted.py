@@ -28,7 +28,8 @@ optimizers whose updates are as large as the gradient happens to be.
 SHALLOW, ADDS_UP = 6, 2.0
 """With more matrices in a row than the first, what they change adds up, and steps have the second over their number of
 their size. On noisy digits the best size of perceptrons of 2, 4, 8 and 14 layers is 1/4, 1/16, 1/32 and 1/32, with
-layer norms too. With batch norms it is 1/8 at any depth. Autoencoders of six layers want 1/8.
+layer norms too. With batch norms it is 1/8 at any depth. So it is where the loss is not over classes: the squared error
+of autoencoders of 8, 10 and 12 layers is 1.4 to 1.6 times as large with the smaller steps.
 """
 
 MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam"})
@@ -48,7 +49,7 @@ class WantedUpdates:
         began: layer -> natural norm of its first weights.
         trained: layers whose weights an earlier training left.
         scales: number of rows -> what the network multiplies embeddings with so many by.
-        in_a_row: the least number of matrices between the inputs and the output; 0 if unknown.
+        in_a_row: the least number of matrices between the inputs and a loss over classes; 0 for other losses.
         relative: layer -> its learning rate beside those of others, as the user has set them apart.
     """
 

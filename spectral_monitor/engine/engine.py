@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
 from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import STEPPED_AGAIN, OptimizerCapture
-from spectral_monitor.capture.replay.loss_graph import GraphFacts
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.output_layers import output_parameters
@@ -116,7 +115,7 @@ class Engine(EngineState):
         self.armed = self.idle = False
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
         self.multipliers: Mapping[int, float] = {}
-        self.on_graph: Callable[[GraphFacts], None] | None = None  # what takes the facts of a graph, if they are wanted
+        self.on_graph: Callable[[Tensor], None] | None = None  # reads the graph of outputs or a loss, if it is wanted
         self._clear()
 
     def _clear(self) -> None:

@@ -12,7 +12,7 @@ from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_bac
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.graph_replay import gradients_kept
 from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
-from spectral_monitor.capture.replay.loss_graph import graph_facts, has_unfit_input
+from spectral_monitor.capture.replay.loss_graph import has_unfit_input
 from spectral_monitor.capture.replay.replay import Repeatable
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
@@ -95,7 +95,7 @@ class StepWatch:
         with suppress(Exception):  # then it stays unknown
             for x in (x for x in tensors_in(output) if x.grad_fn is not None):
                 if self._engine.on_graph is not None:
-                    self._engine.on_graph(graph_facts(x))
+                    self._engine.on_graph(x)
                 return
 
     def report_loss(self, loss: Tensor, again: Callable[[], Tensor] | None) -> None:
@@ -105,6 +105,8 @@ class StepWatch:
             self._loss = loss.detach().reshape(()).clone()
             with suppress(Exception):  # then it stays unknown
                 self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
+                if self._engine.on_graph is not None:
+                    self._engine.on_graph(loss.reshape(()))
             if self._replay is not None and again is not None:
                 self._replay.function = again
                 self._engine.step_loss.offer(self._replay, earlier=self._earlier)

@@ -8,9 +8,9 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from spectral_monitor.capture.replay.loss_graph import GraphFacts
+from spectral_monitor.capture.replay.loss_graph import graph_facts
 from spectral_monitor.condition import NETWORK, Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
@@ -58,6 +58,7 @@ class Supervisor:
         self._forgotten = Forgotten(_other_parameters(engine))
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
+        self._graphs_read: set[bool] = set()  # whether they were of a loss
         self._last: frozenset[str] = frozenset()
         # A profile, and the theory, have a reference for every layer.
         self._expects = correction is not None and condition.reference == "balance"
@@ -70,7 +71,7 @@ class Supervisor:
                 correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention.blocks, unmeasured
             )
             self._report = CorrectionReport(self._corrector)
-            engine.on_graph = self._take_graph if correction.of_peak else None
+            engine.on_graph = self._read_graph if correction.of_peak else None
             engine.multipliers = self._corrector.by_layer()
 
     @property
@@ -210,12 +211,17 @@ class Supervisor:
                 warn(announcement(verdict, measurement))
         return measurement
 
-    def _take_graph(self, facts: GraphFacts) -> None:
-        """Take what the graph of the network's first outputs tells, once; steps go by it from this one on."""
-        self._engine.on_graph = None
-        if self._corrector is not None:
-            self._corrector.wanted.scales, self._corrector.wanted.in_a_row = facts
-            self._engine.multipliers = self._corrector.by_layer()
+    def _read_graph(self, output: Tensor) -> None:
+        """Read the graph of the network's first outputs, and of its first loss; steps go by them from this one on."""
+        is_loss = output.dim() == 0
+        if self._corrector is None or is_loss in self._graphs_read:
+            return
+        self._graphs_read.add(is_loss)
+        if is_loss:
+            self._engine.on_graph = None
+        facts, wanted = graph_facts(output), self._corrector.wanted
+        wanted.scales, wanted.in_a_row = facts.embedding_scales, facts.in_a_row or wanted.in_a_row
+        self._engine.multipliers = self._corrector.by_layer()
 
     def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
         """Correct learning rates by a measurement.

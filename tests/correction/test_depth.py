@@ -22,7 +22,11 @@ def chain(count):
     return nn.Sequential(*(part for _ in range(count - 1) for part in (nn.Linear(16, 16), nn.ReLU())), nn.Linear(16, 4))
 
 
-def corrected(count, steps=1, state=None, **settings):
+def over_classes(outputs):
+    return nn.functional.cross_entropy(outputs, torch.arange(8) % 4)
+
+
+def corrected(count, steps=1, state=None, loss_of=over_classes, **settings):
     """A probe after some steps under policy "target"."""
     model = chain(count)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -32,8 +36,16 @@ def corrected(count, steps=1, state=None, **settings):
     for step in range(steps):
         with training_step(probe, optimizer):
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-            model(x).square().mean().backward()
+            loss = loss_of(model(x))
+            probe.report_loss(loss)
+            loss.backward()
     return probe
+
+
+def test_other_losses_than_those_over_classes_leave_steps_alone(capsys):
+    for loss_of in (lambda x: x.square().mean(), lambda x: (x.softmax(1) - 1).square().mean()):
+        assert corrected(12, loss_of=loss_of)._supervisor._corrector.wanted.of_depth == 1
+    assert "matrices stand" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("count", "part"), [(2, 1.0), (6, 1.0), (7, 2 / 7), (12, 1 / 6)])
@@ -70,7 +82,7 @@ def test_the_callback_sees_the_graph_of_the_loss_and_says_so_once(caplog):
             self.network = chain(8)
 
         def training_step(self, batch, _):
-            return self.network(batch[0]).square().mean()
+            return over_classes(self.network(batch[0]))
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), 1e-3)

@@ -39,7 +39,7 @@ class GraphFacts(NamedTuple):
 
     Attributes:
         embedding_scales: number of rows -> what embeddings with so many are multiplied by.
-        in_a_row: the least number of matrices between the inputs and the output; 0 if unknown.
+        in_a_row: the least number of matrices between the inputs and a loss over classes; 0 for other losses.
     """
 
     embedding_scales: Mapping[int, float] = {}
@@ -48,7 +48,9 @@ class GraphFacts(NamedTuple):
 
 def graph_facts(output: Tensor) -> GraphFacts:
     """Return what the graph of a loss, or of what a model returns, tells before a backward pass goes through it."""
-    return GraphFacts(embedding_scales(output), matrices_in_a_row(output))
+    nodes = [output.grad_fn, *(node for _, _, node in _edges(output.grad_fn))]
+    is_over_classes = any(kind_of(node) == "LogSoftmax" for node in nodes)
+    return GraphFacts(embedding_scales(output), matrices_in_a_row(output) if is_over_classes else 0)
 
 
 def has_unfit_input(loss: Tensor) -> bool:
