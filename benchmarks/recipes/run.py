@@ -160,7 +160,7 @@ class Run:
         for _ in range(self.repeats):
             for optimizer in self.optimizers:
                 optimizer.step()
-        return loss.detach()
+        return loss
 
     def clip_gradients(self) -> None:
         if self.clip is not None:

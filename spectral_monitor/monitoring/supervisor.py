@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.replay.loss_graph import graph_facts
+from spectral_monitor.capture.replay.loss_graph import embedding_scales, is_over_classes, matrices_in_a_row
 from spectral_monitor.condition import NETWORK, Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
@@ -214,14 +214,17 @@ class Supervisor:
     def _read_graph(self, output: Tensor) -> None:
         """Read the graph of the network's first outputs, and of its first loss; steps go by them from this one on."""
         is_loss = output.dim() == 0
-        if self._corrector is None or is_loss in self._graphs_read:
+        if self._corrector is None or output.grad_fn is None or is_loss in self._graphs_read:
             return
+        is_first = not self._graphs_read
         self._graphs_read.add(is_loss)
         if is_loss:
             self._engine.on_graph = None
-        facts, wanted = graph_facts(output), self._corrector.wanted
-        wanted.scales, wanted.in_a_row = facts.embedding_scales, facts.in_a_row or wanted.in_a_row
-        self._engine.multipliers = self._corrector.by_layer()
+        if is_over_classes(output):
+            self._corrector.wanted.in_a_row = matrices_in_a_row(output)
+            self._engine.multipliers = self._corrector.by_layer()
+        if is_first:  # a loss that is reported late has no constants any more
+            self._corrector.wanted.scales = embedding_scales(output)
 
     def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
         """Correct learning rates by a measurement.

@@ -68,6 +68,24 @@ def test_where_the_rate_is_the_size_depth_changes_nothing(settings, monkeypatch)
     assert found == corrected(12, 3, **settings).multipliers
 
 
+def test_a_loss_that_is_reported_after_the_backward_pass_is_read_too():
+    model = chain(8)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
+    with training_step(probe, optimizer):
+        loss = over_classes(model(torch.randn(8, 16)))
+        loss.backward()
+        probe.report_loss(loss.detach())
+    assert probe._supervisor._corrector.wanted.of_depth == 1, "it has no graph"
+    with probe.step():
+        optimizer.zero_grad()
+        loss = over_classes(model(torch.randn(8, 16)))
+        loss.backward()
+        optimizer.step()
+        probe.report_loss(loss)
+    assert probe._supervisor._corrector.wanted.of_depth == 1 / 4
+
+
 def test_it_goes_on_from_its_state_before_a_graph_is_seen():
     assert '"in_a_row": 12' in json.dumps(corrected(12, 3).state_dict(), default=str)
     probe = corrected(12, 0, corrected(12, 3).state_dict())

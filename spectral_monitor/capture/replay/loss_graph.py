@@ -5,8 +5,8 @@ a network multiplies embeddings with, and how many matrices stand in a row.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -34,23 +34,10 @@ MOST = 200
 """Nodes that are looked at for inputs of losses."""
 
 
-class GraphFacts(NamedTuple):
-    """Facts that a correction reads off the graph of a network's output.
-
-    Attributes:
-        embedding_scales: number of rows -> what embeddings with so many are multiplied by.
-        in_a_row: the least number of matrices between the inputs and a loss over classes; 0 for other losses.
-    """
-
-    embedding_scales: Mapping[int, float] = {}
-    in_a_row: int = 0
-
-
-def graph_facts(output: Tensor) -> GraphFacts:
-    """Return what the graph of a loss, or of what a model returns, tells before a backward pass goes through it."""
-    nodes = [output.grad_fn, *(node for _, _, node in _edges(output.grad_fn))]
-    is_over_classes = any(kind_of(node) == "LogSoftmax" for node in nodes)
-    return GraphFacts(embedding_scales(output), matrices_in_a_row(output) if is_over_classes else 0)
+def is_over_classes(loss: Tensor) -> bool:
+    """Return whether a loss is one of log-probabilities, as a cross entropy is."""
+    nodes = [loss.grad_fn, *(node for _, _, node in _edges(loss.grad_fn))]
+    return any(kind_of(node) == "LogSoftmax" for node in nodes)
 
 
 def has_unfit_input(loss: Tensor) -> bool:
