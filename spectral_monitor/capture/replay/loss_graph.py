@@ -5,7 +5,7 @@ a network multiplies embeddings with, and how many matrices stand in a row.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -138,27 +138,25 @@ def matrices_in_a_row(output: Tensor) -> int:
         >>> matrices_in_a_row(last(block(first(x)).relu())), matrices_in_a_row(last(first(x) + block(first(x))))
         (3, 2)
     """
-    behind = _behind_matrices(output.grad_fn)
-    least: dict[Any, int] = {None: 0}  # fewest matrices on a way from the output to a node, that included
-    left: deque[tuple[Any, Any]] = deque([(None, before_shapes(output.grad_fn))])
-    found: list[int] = []
-    while left:  # ways that add no matrix come first
-        consumer, node = left.popleft()
-        is_matrix = kind_of(node) in MATRICES
-        counts = is_matrix and kind_of(consumer) not in BATCH_NORMS
-        passed = least[consumer] + counts
-        if passed >= least.get(node, passed + 1):
+    first = before_shapes(output.grad_fn)
+    users: dict[Any, list[Any]] = {first: []}
+    for consumer, _, node in _edges(output.grad_fn):
+        users.setdefault(node, []).append(consumer)
+    behind = _behind_matrices(users)
+    weights = {_weight_of(node) for node in users if kind_of(node) in MATRICES}
+    seen: set[Any] = set()
+    left: deque[tuple[Any, int]] = deque([(first, int(kind_of(first) in MATRICES))])
+    while left:  # ways that add no matrix come first, so each node is met with the fewest
+        node, passed = left.popleft()
+        if node in seen:
             continue
-        least[node] = passed
-        if kind_of(node) == "Embedding" or (is_matrix and node not in behind):
-            found.append(passed)
-            continue
+        seen.add(node)
+        if kind_of(node) == "Embedding" or (kind_of(node) in MATRICES and node not in behind):
+            return min(passed, len(weights))
         for maker in _makers(node):
-            further = kind_of(maker) in MATRICES and kind_of(node) not in BATCH_NORMS
-            (left.append if further else left.appendleft)((node, maker))
-    nodes = [before_shapes(output.grad_fn), *(node for _, _, node in _edges(output.grad_fn))]
-    weights = {_weight_of(node) for node in nodes if kind_of(node) in MATRICES}
-    return min(*found, len(weights)) if found and weights else min(found, default=0)
+            counts = kind_of(maker) in MATRICES and kind_of(node) not in BATCH_NORMS
+            (left.append if counts else left.appendleft)((maker, passed + counts))
+    return 0
 
 
 def _weight_of(node: Any) -> Any:
@@ -167,20 +165,14 @@ def _weight_of(node: Any) -> Any:
     return made[-1] if made else node  # inputs that are leaves come before it
 
 
-def _behind_matrices(root: Any) -> set[Any]:
-    """Return the nodes of a graph that use, by way of others, the output of a matrix or an embedding."""
-    order: list[Any] = []
-    users: dict[Any, list[Any]] = {}
-    for consumer, _, node in _edges(root):
-        users.setdefault(node, []).append(consumer)
-        order.append(node)
+def _behind_matrices(users: Mapping[Any, Sequence[Any]]) -> set[Any]:
+    """Return the nodes that use, by way of others, the output of a matrix or an embedding; ``users``: of each node."""
     found: set[Any] = set()
-    left = [node for node in dict.fromkeys(order) if kind_of(node) in (*MATRICES, "Embedding")]
+    left = [node for node in users if kind_of(node) in (*MATRICES, "Embedding")]
     while left:
-        for user in users.get(left.pop(), ()):
-            if user not in found:
-                found.add(user)
-                left.append(user)
+        new = [user for user in users.get(left.pop(), ()) if user not in found]
+        found.update(new)
+        left += new
     return found
 
 

@@ -86,11 +86,19 @@ def _vector_rate(finding: Finding, row: Row, network: Network) -> Explanation | 
     )
 
 
+def _at_usual_rate(row: Row, network: Network) -> list[Row]:
+    """Return the other layers that have the usual learning rate."""
+    rates = network.rates
+    return [
+        peer
+        for peer in network.peers_of(row)
+        if peer is not row and peer.name in rates and rates[peer.name].factor == 1
+    ]
+
+
 def _others_hardly_move(row: Row, network: Network) -> bool:
     """Return whether a layer takes ordinary steps, and those at the usual rate next to none: they may be at fault."""
-    rates = network.rates
-    others = [peer for peer in network.peers_of(row) if peer.name in rates and rates[peer.name].factor == 1]
-    pace = geometric_median(at_peak(peer, peer.get("update_ratio")) for peer in others if peer is not row)
+    pace = geometric_median(at_peak(peer, peer.get("update_ratio")) for peer in _at_usual_rate(row, network))
     return pace < HARDLY_MOVES and at_peak(row, row.get("update_ratio")) < ORDINARY
 
 
@@ -99,8 +107,7 @@ def _like_the_others(row: Row, network: Network) -> float:
 
     A learning rate that makes updates alike is what the spectral condition asks for.
     """
-    others = [peer for peer in network.peers_of(row) if (its := network.rates.get(peer.name)) and its.factor == 1]
-    size = row.update / geometric_median(peer.update for peer in others if peer is not row)
+    size = row.update / geometric_median(peer.update for peer in _at_usual_rate(row, network))
     return size if 1 / SIMILAR < size < SIMILAR else 0.0
 
 

@@ -7,13 +7,12 @@ import math
 from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import ALIKE, Network
+from spectral_monitor.condition.trends.outputs import FEATURE_LIMIT
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median
 
 USUAL_GAIN, HALVES = 0.6, 0.5
 """A usual gain; with a median gain above the second, weights are large enough to keep the size of features."""
-LARGE_INPUTS = 25.0
-"""Root mean square of the first layer's outputs that speaks for inputs which are not normalized."""
 
 
 def huge_at_start(network: Network, limit: float) -> str:
@@ -28,7 +27,7 @@ def huge_at_start(network: Network, limit: float) -> str:
         return ""
     name = max(sizes, key=lambda layer: sizes[layer])
     seen = f"the outputs of {name} have RMS {short(sizes[name])} before the first step"
-    if next(iter(sizes.values())) > LARGE_INPUTS:
+    if next(iter(sizes.values())) > FEATURE_LIMIT:
         return f"{seen}, and those of the first layer are large: normalize inputs, or begin with smaller weights"
     return (
         f"{seen}, for they grow from layer to layer: begin with smaller weights, scale residual branches down, or put "

@@ -82,8 +82,8 @@ def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
 
     In a network that was trained before, the first or the last ones may be left out on purpose. Layers whose
     gradients no optimizer takes count too. If these are many, only those count that were drawn at random or begin at
-    zero: another network may serve as a loss. So it is in a network that was trained before, where most layers move:
-    a new head.
+    zero: another network may serve as a loss. In a network that was trained before only those count, as a new head,
+    and only where most layers move.
 
     Args:
         rows: matrices in the order of the model.
