@@ -64,6 +64,7 @@ class Network:
         initial_sizes: layer -> gain of its weights over the usual one when it was first measured; for an
             embedding, the size of its largest row.
         loss: loss of the step; NaN if it is not known.
+        clip_factor: size of gradients after clipping over that before; 1 if it is not known.
         forgotten: parameters other than matrices that get gradients but that no optimizer holds.
     """
 
@@ -79,6 +80,7 @@ class Network:
     largest_steps: Mapping[str, float] = field(default_factory=dict)
     initial_sizes: Mapping[str, float] = field(default_factory=dict)
     loss: float = math.nan
+    clip_factor: float = 1.0
     forgotten: tuple[str, ...] = ()
 
     @classmethod
@@ -118,8 +120,11 @@ class Network:
         vectors = {row.name: row for row in all_rows if row.info.role == "vector"}
         # The first steps of RAdam are steps of SGD.
         compared = frozenset(row.name for row in rows if row.settings.rectified > 0)
-        loss = measurement.summary.get("loss", math.nan)
-        return cls(measurement.step, rows, vectors, compared, expected=expected or {}, loss=loss)
+        loss, factor = (measurement.summary.get(key, math.nan) for key in ("loss", "clip_factor"))
+        clip_factor = factor if factor > 0 else 1.0
+        return cls(
+            measurement.step, rows, vectors, compared, expected=expected or {}, loss=loss, clip_factor=clip_factor
+        )
 
     def row(self, name: str) -> Row | None:
         """Return a layer by its name; ``None`` if it is not judged."""
@@ -280,13 +285,17 @@ class Network:
         return geometric_median(row.lr for row in self.moved_by_rate if row.lr > 0)
 
     @cached_property
-    def below_eps(self) -> bool:
-        """True if gradients are smaller than the eps of an optimizer like Adam, in the median layer.
+    def over_eps(self) -> float:
+        """Size of gradients as the loss leaves them, over the eps of an optimizer like Adam, in the median layer.
 
         By Cauchy-Schwarz their entries are at least the update's contribution over its size.
         """
-        sizes = [row.gradient_entry / row.settings.eps for row in self.peers if row.settings.eps > 0]
-        return geometric_median(sizes) < 1
+        return geometric_median(row.gradient_entry / row.settings.eps for row in self.peers if row.settings.eps > 0)
+
+    @property
+    def below_eps(self) -> bool:
+        """True if gradients are smaller than eps when the optimizer gets them, in the median layer."""
+        return self.over_eps * self.clip_factor < 1
 
     @cached_property
     def input_spreads(self) -> dict[str, float]:

@@ -23,8 +23,9 @@ from spectral_monitor.measurement import NOT_FINITE, Measurement
 
 SIZE = 1e4
 """Natural norms of weights, or sizes of outputs, above this are on their way to infinity."""
-EFFICIENT = 0.05
-"""RMS entry of Adam's update over the learning rate; 0.3 to 1 in usual first steps."""
+EFFICIENT, BELOW_EPS = 0.05, 0.15
+"""RMS entry of Adam's update over the learning rate that is too small, and where gradients are known to be below eps;
+0.3 to 1 in usual first steps."""
 LASTING = 0.995
 """Momentum from here on averages the last 200 steps and more."""
 MOSTLY_EVAL = 0.5
@@ -144,7 +145,8 @@ class Whole:
             large_eps = eps > USUAL_EPS and (network.is_early or grown)
             self._share = share if small or large_eps else 1.0
         if eps > 0 and self._share > 0:
-            yield Finding("eps", NETWORK, "update_fro", self._share, EFFICIENT, (1.0, math.inf), against="Adam's usual")
+            limits = (BELOW_EPS if network.below_eps else EFFICIENT, math.inf)
+            yield Finding("eps", NETWORK, "update_fro", self._share, 1.0, limits, against="Adam's usual")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,11 @@ def updates_of(factor):
     return is_off("reference", {"update_natural": sizes | {"b": factor * sizes["b"]}})
 
 
-def adam_share(share):
+def adam_share(share, gradients=0.01):
     sizes = {name: share * HEALTHY["lr"] * math.sqrt(info.fan_out * info.fan_in) for name, info in LAYERS.items()}
-    return is_off("eps", {"update_fro": sizes}, settings=set_by("AdamW", eps=1e-4))
+    change = {"update_fro": sizes, "drift_ratio": dict.fromkeys(LAYERS, 0.01)}
+    change["contribution"] = dict.fromkeys(LAYERS, gradients)
+    return is_off("eps", change, settings=set_by("AdamW", eps=1e-4))
 
 
 def rounded(part):
@@ -197,6 +200,7 @@ BELOW = [
     ),
     ("features", 0, lambda x: is_off("features_vanish", {"feature_rms": {"b": x}})),
     ("eps", 0, adam_share),
+    ("eps", 1, partial(adam_share, gradients=1e-9)),
     ("attention_collapsed", 0, collapsed),
     ("decay", 0, decayed),
 ]

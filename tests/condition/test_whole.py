@@ -393,6 +393,33 @@ def test_an_eps_that_is_larger_than_gradients_is_seen_in_the_first_steps():
     assert not any(adam(0.03, 9)), "later on noise makes updates as small"
 
 
+def test_gradients_below_eps_make_half_of_the_usual_steps_a_fault():
+    """A contribution of 1e-10 by an update of size 1 means entries of some 1e-12, far below eps."""
+    below = every(1e-10, "contribution") | every(1e-3, "drift_ratio")
+    assert not any(adam(0.16, 1, below, eps=1e-8))
+    assert "gradients are smaller than eps 1e-08" in adam(0.1, 1, below, eps=1e-8)[-1]["eps"].sentence
+    assert not any(adam(0.1, 1, every(1e-3, "drift_ratio"), eps=1e-8)), "gradients of ordinary size"
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1e-6, True), (0.5, False), (math.nan, False)])
+def test_clipping_that_leaves_gradients_below_eps_is_named(factor, said):
+    change = every(1e-3, "drift_ratio") | {"summary": {"clip_factor": factor}}
+    found = adam(0.03, 1, change, eps=1e-8)[-1]
+    assert set(found) == ({"eps"} if said else set())
+    if said:
+        assert found["eps"].sentence.endswith(
+            "clipping makes gradients 1e+06 times smaller, and eps 1e-08 is larger than what is left: clip less"
+        )
+        assert found["eps"].remedy.action == "check", "a smaller eps would only hide it"
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1e-3, True), (0.9, False), (math.nan, False)])
+def test_clipping_is_named_beside_slow_steps_under_sgd_where_it_takes_most_of_gradients(factor, said):
+    slow = every(1e-4, "update_ratio", "update_natural", "drift_ratio") | {"summary": {"clip_factor": factor}}
+    found = told(*[slow] * 16, settings=set_by("SGD"))[-1]
+    assert ("or clip gradients less: they are 1000 times" in found["rates_too_small"].sentence) == said
+
+
 @pytest.mark.parametrize(("gain", "said"), [(1.0, True), (1e-2, True), (1e-5, False), (0.0, True)])
 def test_gradients_that_gains_next_to_zero_hold_back_are_no_matter_of_eps(gain, said):
     small = every(1e-12, "contribution") | every(1e-3, "drift_ratio")

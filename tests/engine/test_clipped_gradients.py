@@ -99,6 +99,16 @@ def test_contributions_are_of_the_gradient_before_its_norm_is_clipped(tmp_path, 
         assert measured.summary["loss_change_predicted"] == pytest.approx(-sum(want.values()), rel=1e-6)
 
 
+@pytest.mark.parametrize("clip", [None, 0.05, 1e3])
+def test_the_factor_of_clipping_is_the_limit_over_the_norm_of_the_gradient(tmp_path, clip):
+    module = Net()
+    for measured in fitted(tmp_path, module, gradient_clip_val=clip).measurements:
+        (x, y), before = data()[measured.step - 1], module.kept[measured.step - 1]
+        gradients = torch.autograd.grad((before(x) - y).square().mean(), list(before.parameters()))
+        norm = float(torch.stack([g.norm() for g in gradients]).norm())
+        assert measured.summary["clip_factor"] == pytest.approx(min((clip or 1e9) / norm, 1.0), rel=1e-5)
+
+
 def test_a_correction_that_splits_groups_does_not_hide_what_was_clipped(tmp_path):
     module = Net(adam=True)
     watch = fitted(tmp_path, module, gradient_clip_val=0.05, correct=LRCorrection())
@@ -158,6 +168,8 @@ def test_clipped_entry_by_entry_contributions_are_not_known(tmp_path, limit):
         assert measured.values["contribution"].isnan().all()
         assert "entry by entry" in measured.why("contribution", "net.0")
         assert measured.summary["loss_change_predicted"] != measured.summary["loss_change_predicted"]
+        assert measured.summary["clip_factor"] != measured.summary["clip_factor"]
+        assert "entry by entry" in measured.why("clip_factor", "summary")
     watch = fitted(tmp_path, Net(), 1, ["gradient_natural"], gradient_clip_val=0.01, gradient_clip_algorithm="value")
     assert "entry by entry" in watch.latest.why("gradient_natural", "net.0")
 

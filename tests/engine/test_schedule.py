@@ -220,7 +220,7 @@ def test_values_are_those_of_a_run_that_measures_everything_at_every_step():
     summaries = {m.step: set(m.summary) for m in some.measurements}
     always = {"overhead_ms", "skipped_updates", "violations"}
     light = {"loss_change_predicted", "contribution_spread", "readout_share", "worst_layer_ratio", "stale_gradient"}
-    light |= {"unfit_loss_input", "eval_share", "dropout_largest"}
+    light |= {"unfit_loss_input", "eval_share", "dropout_largest", "clip_factor"}
     assert summaries[2] == always | light
     assert summaries[3] == always | {"final_layer_alignment", "loss", "loss_change", "loss_distance", "feature_error"}
     assert summaries[6] == summaries[2] | summaries[3] | {"edge", "critical_lr"}

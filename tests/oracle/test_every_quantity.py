@@ -347,7 +347,7 @@ def test_every_quantity_has_an_oracle():
     assert set(naive.QUANTITIES) == set(TIERS["standard"])
 
 
-SLIPS = ("stale_gradient", "unfit_loss_input", "eval_share", "dropout_largest")
+SLIPS = ("stale_gradient", "unfit_loss_input", "eval_share", "dropout_largest", "clip_factor")
 
 
 def test_every_summary_value_has_an_oracle():

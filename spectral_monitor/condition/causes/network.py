@@ -32,6 +32,8 @@ MOST, MOST_UNEVEN = 100.0, 10.0
 """The largest factor in such advice: under Adam, and under others, whose gradients grow with the features."""
 LARGE = 2.0
 """Weights that began this many times above the largest usual gain explain small steps."""
+MOSTLY_CLIPPED = 1 / 2
+"""Clipping that takes more than this part of gradients may be why steps are small."""
 EMBEDDING_STEP = 0.5
 """Embeddings whose largest row takes at most this natural step keep their rates where the others' are too large: with
 up to 0.4 development recipes end lower that way, with 1.2 higher.
@@ -164,12 +166,13 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     even = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in slow)
     most = MOST if even else MOST_UNEVEN
     by = min(most, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
-    clipped = any(row.settings.family == "sgd" for row in slow)  # others' steps do not depend on the size of gradients
+    # Others' steps do not depend on the size of gradients.
+    clipped = any(row.settings.family == "sgd" for row in slow) and network.clip_factor < MOSTLY_CLIPPED
     return Explanation(
         "rates_too_small",
         f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply "
         f"{_rates(finding, network)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}"
-        + ", or clip gradients less"
+        + f", or clip gradients less: they are {short(1 / network.clip_factor)} times smaller for it"
         * clipped,
         Remedy("scale_lr", finding.layers, by),
     )
@@ -207,17 +210,20 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
 
 def _eps(finding: Finding, network: Network, history: History) -> Explanation:
     eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
-    if eps <= 1e-8:
-        better = 1e-15
+    if network.clip_factor < 1 < network.over_eps:
+        times, remedy = short(1 / network.clip_factor), Remedy("check")
+        how = f"clipping makes gradients {times} times smaller, and eps {eps:g} is larger than what is left: clip less"
+    elif eps <= 1e-8:
+        remedy = Remedy("set_eps", (), 1e-15)
         how = f"gradients are smaller than eps {eps:g}; multiply the loss by 1000 or more, or use eps 1e-15"
     else:
-        better = 1e-8
+        remedy = Remedy("set_eps", (), 1e-8)
         how = f"eps {eps:g} is larger than the gradients; use 1e-8"
     return Explanation(
         "eps",
         f"entries move by {short(finding.value)} of the learning rate, where Adam moves them by 0.3 to 1 in the first "
         f"steps: {how}",
-        Remedy("set_eps", (), better),
+        remedy,
     )
 
 

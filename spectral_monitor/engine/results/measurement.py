@@ -11,7 +11,7 @@ from torch import Tensor
 from spectral_monitor.engine.results.loss import NO_LOSS, OTHER_LOSS, edge, loss_distance
 from spectral_monitor.engine.results.noise import settle_noise
 from spectral_monitor.engine.results.raw import LOSS, LOSS_CHANGE, NETWORK, REUSED, Raw
-from spectral_monitor.engine.results.reasons import StepContext, layer_errors, layer_row, readings_of
+from spectral_monitor.engine.results.reasons import CLIPPED, StepContext, layer_errors, layer_row, readings_of
 from spectral_monitor.engine.results.summary import equilibrium_steps, other_reasons, properties, summarize
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.layers import Layer
@@ -19,6 +19,7 @@ from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.quantities import TIERS
 from spectral_monitor.quantities.readings import sound
 
+NOT_ARRIVED = "gradients were not seen as the backward pass left them, or no optimizer made a step"
 NO_TWO_STEPS = "it takes two steps in a row that are measured, of one process"
 
 
@@ -46,7 +47,7 @@ def measurement_of(
     no_loss = facts.no_loss or facts.no_replay or (OTHER_LOSS if LOSS_CHANGE in network else NO_LOSS)
     change, loss = network.pop(LOSS_CHANGE, [math.nan, math.nan])
     begun = float(network.pop(LOSS, [math.nan])[0])
-    changed = [value for name, value in network.items() if name.startswith("g.changed")]
+    changed = [[float(x) for x in value] for name, value in network.items() if name.startswith("g.changed")]
     reused = [float(network.pop(name)[0]) for name in list(network) if name.startswith(REUSED)]
     facts.rewritten, facts.clipped = any(some[0] for some in changed), any(some[1] for some in changed)
     rows, errors, missing = [], [], {}
@@ -73,6 +74,7 @@ def measurement_of(
     if "contribution" in values:
         tell("stale_gradient", _of_all(reused), NO_TWO_STEPS)
         summary.update(facts.modes)
+        tell("clip_factor", _clip_factor(changed), CLIPPED if facts.clipped else NOT_ARRIVED)
         unfit = facts.unfit_loss_input
         tell("unfit_loss_input", math.nan if unfit is None else float(unfit), NO_LOSS)
     if facts.rewritten or facts.clipped or facts.closures > 1:
@@ -97,6 +99,12 @@ def measurement_of(
         reasons[keys] = missing
     infos = tuple(layer.info for layer in layers)
     return Measurement(step, infos, values, summary, reasons=reasons[keys], errors=off)
+
+
+def _clip_factor(changed: Sequence[Sequence[float]]) -> float:
+    """Return the size of gradients after clipping over that before, of the optimizer whose were clipped most."""
+    factors = [known / factor for _, uneven, factor, known in changed if known and not uneven]
+    return min(factors) if len(factors) == len(changed) > 0 else math.nan
 
 
 def _columns(keys: Iterable[str], rows: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ NO_DECAY = WeightDecay(math.nan, math.nan)
 SINGLE_ROW = "of a single row it is always 1"
 SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
 OUT_OF_RANGE = "it is too small or too large for a 32-bit number"
+CLIPPED = "gradients were clipped entry by entry, or are other gradients now: what they were before is not known"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 CHANGE_MARGIN = 2.0
@@ -229,7 +230,7 @@ def _no_gradient(facts: StepContext) -> str:
     if facts.rewritten:
         return "the optimizer overwrote the gradients"
     if facts.clipped:
-        return "gradients were clipped entry by entry, or are other gradients now: what they were before is not known"
+        return CLIPPED
     return ""
 
 

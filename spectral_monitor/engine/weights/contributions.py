@@ -125,13 +125,14 @@ class ContributionStage:
         if shares:
             shares = dict(sorted(shares.items()))  # one order on every process, whichever gradients are here
             sums.append(self._contributions(shares, self._arrivals(held, shares), held.factor))
-        changed = torch.zeros(2)
+        changed = torch.zeros(4)
         if held.trained:
             # What the optimizer overwrote (old ones add weight decay in place) is not the loss's gradient any more.
             now, then = gradient_norms(held.trained), held.norms
             changed = ((now != then) & ~(now.isnan() & then.isnan())).any().float()
-            uneven = torch.zeros_like(changed) if held.clipping is None else held.clipping.uneven.to(changed)
-            changed = torch.stack([changed, uneven])
+            clipping, none = held.clipping, torch.zeros_like(changed)
+            known = [none] * 3 if clipping is None else [clipping.uneven, clipping.factor, torch.ones_like(changed)]
+            changed = torch.stack([changed, *(x.to(changed) for x in known)])
         return [*sums, self._network(held, changed)]
 
     def shares(self, found: Sequence[MatrixBatch]) -> dict[int, Tensor]:
@@ -178,8 +179,8 @@ class ContributionStage:
         self._out.put_each("g.arrives", spans, arrived)
 
     def _network(self, held: Gradients, changed: Tensor) -> Coroutine[None]:
-        """Return the contribution of parameters that are not measured, and whether gradients were overwritten, or
-        clipped otherwise than by a factor.
+        """Return the contribution of parameters that are not measured, and what has befallen gradients: whether they
+        were overwritten, or clipped otherwise than by a factor, that factor, and in how many processes it is known.
         """
         # At once: gradients may be overwritten when the coroutine is run.
         shares = [contribution_here(p, old) / self._copies(p) for p, old in held.others if p.grad is not None]
