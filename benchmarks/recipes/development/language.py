@@ -114,16 +114,16 @@ class LSTMModel(nn.Module):
         return self.decoder(self.drop(self.rnn(self.drop(self.encoder(x)))[0]))
 
 
-def gpt2(seed: int, width: float = 1.0) -> Run:
+def gpt2(seed: int, width: float = 1.0, depth: int = 4) -> Run:
     torch.manual_seed(seed)
-    model = GPT(characters()[1], wide(64, width, 16), tied=True)
+    model = GPT(characters()[1], wide(64, width, 16), depth, tied=True)
     optimizer = AdamW(decayed(model.parameters(), 0.1), lr=4e-3, betas=(0.9, 0.95))
     return language(model, optimizer, seed, 200, clip=1.0, schedule=warmup_cosine(200, floor=0.1))
 
 
-def gpt_untied(seed: int, width: float = 1.0) -> Run:
+def gpt_untied(seed: int, width: float = 1.0, depth: int = 3) -> Run:
     torch.manual_seed(seed)
-    model = GPT(characters()[1], wide(64, width, 16), depth=3)
+    model = GPT(characters()[1], wide(64, width, 16), depth)
     optimizer = AdamW(model.parameters(), lr=8e-3, weight_decay=0.01)
     return language(model, optimizer, seed, 200, schedule=warmup_cosine(200))
 

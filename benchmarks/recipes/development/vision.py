@@ -247,9 +247,9 @@ def convnext(seed: int, width: float = 1.0) -> Run:
     )
 
 
-def vit(seed: int, width: float = 1.0) -> Run:
+def vit(seed: int, width: float = 1.0, depth: int = 4) -> Run:
     torch.manual_seed(seed)
-    model = ViT(wide(64, width, 16))
+    model = ViT(wide(64, width, 16), depth)
     optimizer = AdamW(decayed(model.parameters(), 0.05), lr=2e-3)
     return classification(
         model, optimizer, image_split(16), seed, 200, augment=flipped, clip=1.0, schedule=warmup_cosine(200)
