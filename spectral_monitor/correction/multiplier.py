@@ -32,7 +32,7 @@ class Multiplier:
         """Return whether an update was ever read."""
         return not math.isnan(self.size.level)
 
-    def right(self, step: int, update: float, lr: float, wanted: float) -> float:
+    def right(self, step: int, update: float, lr: float, wanted: float, scatters: bool = False) -> float:
         """Return the factor that makes updates as large as is wanted, by this one and those before.
 
         Args:
@@ -40,10 +40,11 @@ class Multiplier:
             update: its size, above 0.
             lr: the learning rate it was made with, multiplied.
             wanted: size over the learning rate that is multiplied.
+            scatters: whether it is close to 0 now and then.
         """
         self.since = self.since or step
         self.lowest = min(self.lowest, wanted * lr / update)
-        return wanted / math.exp(self.size.see(math.log(update / lr)))
+        return wanted / math.exp(self.size.see(math.log(update / lr), scatters))
 
     def state(self) -> list[Any]:
         """Return plain numbers."""

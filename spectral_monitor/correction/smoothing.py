@@ -67,11 +67,18 @@ class Tracker:
     bias: float = 0.0
     spread: float = 0.0
 
-    def see(self, value: float) -> float:
-        """Take in the next value and return the level."""
+    def see(self, value: float, scatters: bool = False) -> float:
+        """Take in the next value and return the level.
+
+        ``scatters``: values are logarithms of a number that is close to 0 now and then, as the gradient of a single
+        entry is. Its mean square counts then, for a mean of logarithms has no bound.
+        """
         if math.isnan(self.level):
             self.level = value
             return value
+        if scatters:
+            self.level += math.log(1 - MEMORY + MEMORY * math.exp(2 * (value - self.level))) / 2
+            return self.level
         error = value - self.level
         self.bias += MEMORY * (error - self.bias)
         self.spread += MEMORY * (abs(error) - self.spread)

@@ -23,6 +23,8 @@ HALF = 1e-4
 """Eps of dtypes from which on they are called half precision."""
 NO_GRADIENT = 10.0
 """A gradient so many eps of the largest one is rounding, as that of a shift which softmax takes no notice of."""
+OPEN = 3.0
+"""So many times as large as it was a weight may be after the next step before it counts as one that leaves zero."""
 CANCELLED = 0.01
 """Entries of a bias's gradient that are so small beside those of its matrix cancel out but for rounding.
 
@@ -61,6 +63,26 @@ def block_contributions(
     most = max((size for size in sizes if math.isfinite(size)), default=math.nan)
     least = [(NO_GRADIENT * _eps(layers[block.leader])) ** 2 * most for block in blocks]
     return [x if size > small else math.nan for x, size, small in zip(found, sizes, least, strict=True)]
+
+
+def leaves_zero(measurement: Measurement, places: Sequence[int], aims: Sequence[float]) -> bool:
+    """Return whether some weight is so close to zero that with the next step it will be several times as large.
+
+    Gradients of other layers go through it and grow as it does: in a branch whose last matrix begins at zero, as in
+    Fixup, or whose norm has a gain of 0, a thousandfold from one step to the next. Biases are added, not gone through.
+
+    Args:
+        measurement: with sizes of weights and updates.
+        places: layers of it.
+        aims: how large their updates should have been.
+    """
+    names = [measurement.layers[i].name for i in places]
+    sizes = ((float(measurement.values[key][i]) for key in ("weight_natural", "update_natural")) for i in places)
+    return any(
+        update > 0 and size + update + aim > OPEN * size
+        for name, (size, update), aim in zip(names, sizes, aims, strict=True)
+        if not name.endswith("bias")
+    )
 
 
 def cancelled(measurement: Measurement, layers: Sequence[Layer], squared: Sequence[bool]) -> set[int]:

@@ -25,6 +25,8 @@ TRIAL, TRIAL_RATE = 0.01, 1e-4
 optimizers whose updates are as large as the gradient happens to be.
 """
 
+FEW = 4
+"""Gradients of so few entries are all close to 0 now and then."""
 SHALLOW, ADDS_UP = 6, 2.0
 """With more matrices in a row than the first, what they change adds up, and steps have the second over their number of
 their size. On noisy digits the best size of perceptrons of 2, 4, 8 and 14 layers is 1/4, 1/16, 1/32 and 1/32, with
@@ -100,6 +102,10 @@ class WantedUpdates:
     def follows_gradients(self, layer: Layer) -> bool:
         """Return whether nothing but the gradient says how large its updates are."""
         return math.isnan(explained(layer, self.family(layer))[0])
+
+    def scatters(self, layer: Layer) -> bool:
+        """Return whether an update is close to 0 now and then, for it goes with the gradient of so few entries."""
+        return self.follows_gradients(layer) and math.prod(layer.info.shape) <= FEW
 
     def first(self, layer: Layer) -> float:
         """Return the multiplier of the first step, when only the kind of optimizer is known."""
@@ -228,13 +234,17 @@ class WantedUpdates:
             return 0.0, high * multiplier.lowest
         return low * wanted / most, high * wanted / least
 
-    def most(self, layer: Layer, wanted: float) -> float:
+    def most(self, layer: Layer, wanted: float, rise: float) -> float:
         """Return the highest multiplier that small updates may lead to; infinity if any.
+
+        ``rise``: the highest that gradients may lead to, where updates go with them; infinity if any.
 
         Under Adam updates are small where gradients of different batches disagree, as in every network past its first
         steps. A multiplier makes up for that until steps would have the wanted size if every entry moved by the
         learning rate, each its own way. Beyond that it would raise noise.
         """
+        if self.follows_gradients(layer):
+            return rise
         if not self._correction.of_peak or not layer.info.is_dense or self.family(layer) != "adam":
             return math.inf
         return wanted / explained(layer, "adam")[0]

@@ -89,6 +89,25 @@ def test_the_slow_one_is_named():
     assert [verdict.remedy.layers for verdict in both] == [()]
 
 
+@pytest.mark.parametrize(
+    ("steps", "changed", "cause"),
+    [
+        (range(1, 4), {"drift_ratio": (40.0, 40.0), "update_ratio": (0.6, 0.6)}, "rates_too_large"),
+        ((1, 2, 4, 8, 16), {"update_ratio": (0.0008, 0.0008), "update_natural": (0.0008, 0.0008)}, "rates_too_small"),
+    ],
+)
+def test_advice_is_for_the_only_optimizer_with_layers_that_tell(steps, changed, cause):
+    """As where Muon has the hidden matrices, and another one a readout that began at zero and all vectors."""
+    layers = network() | {"critic.0": LayerInfo("critic.0", "embedding", 64, 1, (64, 64))}
+    layers = {name: info for name, info in layers.items() if name not in CRITIC[1:]}
+    (verdict,) = roots(steps, settings_of(layers, optimizers=("Muon", "Adam")), layers, **changed)
+    assert (verdict.cause, list(verdict.remedy.layers)) == (cause, GENERATOR)
+    assert f"of the optimizer that trains {GENERATOR[0]} by" in verdict.sentence
+    alone = set_by("Adam", layers=layers)
+    (verdict,) = roots(steps, alone, layers, **changed)
+    assert (verdict.cause, verdict.remedy.layers) == (cause, ())
+
+
 @pytest.mark.parametrize(("natural", "is_told"), [(0.002, True), (0.004, False)])
 def test_the_one_that_lags_is_named_though_the_network_is_not_slow(natural, is_told):
     """Their steps are of size 0.0015 or 0.0022, those of the other 0.0387: 25 and 18 times as large."""

@@ -12,7 +12,7 @@ from spectral_monitor.condition.causes.silent import forgotten
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.verdict import Remedy, short
-from spectral_monitor.fitting.medians import geometric_median
+from spectral_monitor.fitting.medians import geometric_median, nanmax
 
 TOO_FAST = 20.0
 """A learning rate is too large by about this times the root of the median layer's relative update: steps that are too
@@ -96,7 +96,8 @@ def _rates(finding: Finding, network: Network, spared: tuple[str, ...] = ()) -> 
     if network.corrected:
         return SIZE_OR_RATES
     every = "every learning rate but those of embeddings" if spared else "every learning rate"
-    return f"{every} of the optimizer that trains {finding.layers[0]}" if finding.layers else every
+    several = len({row.settings.owner for row in network.rows if row.settings.optimizer}) > 1
+    return f"{every} of the optimizer that trains {finding.layers[0]}" if finding.layers and several else every
 
 
 def _spared(finding: Finding, network: Network) -> tuple[str, ...]:
@@ -139,8 +140,8 @@ def _large_weights(finding: Finding, network: Network, history: History) -> Expl
 
 
 def _overshoots(finding: Finding, network: Network, history: History) -> Explanation:
-    best = network.top_lr / finding.value
-    rates = f" ({network.top_lr:.2g} -> {best:.2g})" if best > 0 else ""
+    top = nanmax(row.lr * row.to_peak for row in network.rows)  # what has been set, not what a schedule makes of it
+    rates = f" ({top:.2g} -> {top / finding.value:.2g})" if top > 0 else ""
     return Explanation(
         "global_lr_too_large",
         f"steps are {short(finding.value)} times as long as lowers the loss most, and from twice on it rises: divide "

@@ -90,7 +90,7 @@ class PaceTrend:
             return
         farthest = max(known, key=lambda part: part.drift)
         too_far = sum(part.drift > usual for part in known)
-        whose = _names(farthest) if 0 < too_far < len(parts) else ()
+        whose = _names(farthest) if 0 < too_far < len(parts) else _of_one(network, _own(network))
         band, against = (0.0, 1.0), "a healthy pace"
         yield Finding(
             "rates_too_large", NETWORK, "drift_ratio", farthest.drift, usual, band, 1.25, against, layers=whose
@@ -106,7 +106,8 @@ class PaceTrend:
             self._steps[key] = self._steps.get(key, _Steps()).grown(_moving(part))
         if network.step < SETTLED or self._looked < 4 or rises or not network.fresh or not self._steps[ALL].natural:
             return
-        told, self.fastest = self._size(ALL, network), self._steps[ALL].fastest
+        told = replace(self._size(ALL, network), layers=_of_one(network, _moving(network)))
+        self.fastest = self._steps[ALL].fastest
         sizes = {key: self._size(key, part) for key, part in network.parts.items() if _moving(part)}
         slow = [key for key, size in sizes.items() if not size.inside()]
         slowest = min(sizes, key=lambda key: sizes[key].ratio, default=ALL)
@@ -149,6 +150,14 @@ def _own(network: Network) -> list[Row]:
 def _moving(network: Network) -> list[Row]:
     """Return those of these layers that a gradient moves."""
     return [row for row in _own(network) if row.get("update_ratio") > 0 and row.has_gradient]
+
+
+def _of_one(network: Network, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the layers of the optimizer that trains all of these, if there are others; else nothing."""
+    owners = {row.settings.owner for row in rows}
+    whose = tuple(row.name for row in network.rows if row.settings.owner in owners)
+    others = any(row.settings.optimizer and row.settings.owner not in owners for row in network.rows)
+    return whose if len(owners) == 1 and others else ()
 
 
 def _names(network: Network) -> tuple[str, ...]:
