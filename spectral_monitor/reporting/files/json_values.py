@@ -10,21 +10,20 @@ from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 from spectral_monitor.measurement import LayerInfo
 
 
-def plain(value: float) -> float | str | None:
-    """Return a number in JSON, which has no NaN and no inf.
+def plain(value: Any) -> Any:
+    """Return a value, or all in a dict or a list, with numbers as JSON has them, which knows no NaN and no inf.
 
     Example:
-        >>> plain(0.5), plain(math.nan), plain(-math.inf)
-        (0.5, None, '-inf')
+        >>> plain(0.5), plain({"low": math.nan, "high": [1, -math.inf]})
+        (0.5, {'low': None, 'high': [1, '-inf']})
     """
-    if math.isnan(value):
-        return None
-    return str(value) if math.isinf(value) else value
-
-
-def plain_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a dict with its numbers in JSON."""
-    return {key: plain(value) if isinstance(value, float) else value for key, value in row.items()}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else str(value)
 
 
 def value_of(value: Any) -> float:

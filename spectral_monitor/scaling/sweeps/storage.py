@@ -41,7 +41,7 @@ def append(path: Path, point: Point, settings: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         torn = "\n" if is_torn(file) else ""
-        row = json.dumps(_row(point, settings), separators=(",", ":"), allow_nan=False)
+        row = json.dumps(plain(_row(point, settings)), separators=(",", ":"), allow_nan=False)
         file.write(f"{torn}{START}{row[1:]}\n".encode())
 
 
@@ -88,8 +88,8 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
     measurements = [
         {
             "step": m.step,
-            "values": {key: [plain(x) for x in column.tolist()] for key, column in m.values.items()},
-            "summary": {key: plain(x) for key, x in m.summary.items()},
+            "values": {key: column.tolist() for key, column in m.values.items()},
+            "summary": m.summary,
             "reasons": m.reasons,
         }
         for m in point.measurements
@@ -98,7 +98,7 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
         "settings": settings,
         **point.key._asdict(),
         "failure": point.failure,
-        "losses": [plain(loss) for loss in point.losses],
+        "losses": point.losses,
         "layers": [asdict(info) for info in point.layers],
         "places": {name: asdict(place) for name, place in point.places.items()},
         "measurements": measurements,
