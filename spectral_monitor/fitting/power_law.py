@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,25 +63,23 @@ def fit_slope(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:
     if not slopes:
         reason = f"values at {most} sizes only, a slope needs {FEWEST}" if most else "no values"
         return Fit(math.nan, math.nan, math.nan, (), "", reason)
-    mean = math.fsum(slopes.values()) / len(slopes)
+    mean = statistics.fmean(slopes.values())
     if len(slopes) == 1:
         (seed,) = slopes
         used = len([y for y in values[seed] if 0 < y < math.inf])
         half, how = t_quantile(used - 2) * errors[seed], "residuals"
     else:
-        variance = math.fsum((slope - mean) ** 2 for slope in slopes.values()) / (len(slopes) - 1)
-        half, how = t_quantile(len(slopes) - 1) * math.sqrt(variance / len(slopes)), "seeds"
+        deviation = statistics.stdev(slopes.values(), mean)
+        half, how = t_quantile(len(slopes) - 1) * deviation / math.sqrt(len(slopes)), "seeds"
     return Fit(mean, mean - half, mean + half, tuple(slopes), how)
 
 
 def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope by least squares, and its standard error from the residuals."""
-    n = len(pairs)
-    x_mean, y_mean = (math.fsum(pair[axis] for pair in pairs) / n for axis in (0, 1))
-    spread = math.fsum((x - x_mean) ** 2 for x, _ in pairs)
-    slope = math.fsum((x - x_mean) * (y - y_mean) for x, y in pairs) / spread
-    residual = math.fsum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in pairs)
-    return slope, math.sqrt(residual / (n - 2) / spread)
+    """Return the slope by least squares, and its standard error from the residuals."""
+    logs = [x for x, _ in pairs]
+    slope, offset = statistics.linear_regression(logs, [y for _, y in pairs])
+    residual = math.fsum((y - offset - slope * x) ** 2 for x, y in pairs)
+    return slope, math.sqrt(residual / (len(logs) - 2) / (statistics.pvariance(logs) * len(logs)))
 
 
 def t_quantile(freedom: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -273,9 +274,7 @@ class _Group:
 
 def _geometric_mean(values: Sequence[float]) -> float:
     """Return the geometric mean; NaN of nothing, and of values that are not all positive."""
-    if not values or min(values) <= 0:
-        return math.nan
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
+    return statistics.geometric_mean(values) if values and min(values) > 0 else math.nan
 
 
 def labels(infos: Mapping[int, Sequence[LayerInfo]], axis: str) -> dict[int, dict[str, str]]:
