@@ -150,10 +150,8 @@ def _torch(
     width = module.embed_dim
     if (i := by_name.get(join(name, "in_proj"))) is not None:
         return _Site(*(Projection(i, (k * width,), width) for k in range(3)))
-    parts = [by_name.get(join(name, f"{key}_proj")) for key in "qkv"]
-    if parts[0] is None or parts[1] is None:
-        return None
-    return _separate(layers, (parts[0], parts[1], parts[2]))
+    query, key, value = (by_name.get(join(name, f"{part}_proj")) for part in "qkv")
+    return None if query is None or key is None else _separate(layers, query, key, value)
 
 
 def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, int]) -> Iterator[_Site]:
@@ -174,7 +172,7 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
     for names in SEPARATE:
         query, key, value = map(held, names)
         if query is not None and key is not None and query != key:
-            yield _separate(layers, (query, key, value))
+            yield _separate(layers, query, key, value)
             return
     for name in FUSED:
         if (i := held(name)) is not None and (site := _fused(i, layers[i], module, name)) is not None:
@@ -182,11 +180,11 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
             return
 
 
-def _separate(layers: Sequence[Layer], parts: tuple[int, int, int | None]) -> _Site:
-    query, key, value = (None if i is None else Projection(i, (0,), _outputs(layers[i])) for i in parts)
-    assert query is not None
-    assert key is not None
-    return _Site(query, key, value)
+def _separate(layers: Sequence[Layer], query: int, key: int, value: int | None) -> _Site:
+    def whole(i: int) -> Projection:
+        return Projection(i, (0,), _outputs(layers[i]))
+
+    return _Site(whole(query), whole(key), None if value is None else whole(value))
 
 
 def _outputs(layer: Layer) -> int:
