@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,13 +51,9 @@ def depth_colours(count: int) -> list[str]:
         >>> depth_colours(2)
         ['rgb(59,111,216)', 'rgb(205,155,20)']
     """
-    found = []
-    for i in range(count):
-        place = i / max(1, count - 1) * (len(_DEPTH) - 1)
-        k = min(int(place), len(_DEPTH) - 2)
-        mixed = [round(a + (b - a) * (place - k)) for a, b in zip(_DEPTH[k], _DEPTH[k + 1], strict=True)]
-        found.append(f"rgb({','.join(map(str, mixed))})")
-    return found
+    places = np.linspace(0, len(_DEPTH) - 1, count)
+    mixed = [np.interp(places, range(len(_DEPTH)), channel).round() for channel in zip(*_DEPTH, strict=True)]
+    return [f"rgb({red:.0f},{green:.0f},{blue:.0f})" for red, green, blue in zip(*mixed, strict=True)]
 
 
 def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
