@@ -83,13 +83,10 @@ def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def t_quantile(freedom: int) -> float:
-    """Student's t that is exceeded, on either side, with a probability of 5 %.
+    """Return Student's t that is exceeded, on either side, with a probability of 5 %, at 1 degree of freedom or more.
 
     From the finite sums for the distribution with a whole number of degrees of freedom (Abramowitz and Stegun, 26.7.3
     and 26.7.4).
-
-    Args:
-        freedom: degrees of freedom, at least 1.
 
     Example:
         >>> [round(t_quantile(freedom), 3) for freedom in (1, 2, 10, 1000)]

@@ -82,7 +82,6 @@ def guess_readouts(
     A model's own word (``get_output_embeddings``) comes first. Elsewhere each trained network has one readout.
 
     Args:
-        root: the model.
         operators: in registration order.
         optimized: ids of the parameters that each optimizer holds; empty if the optimizers are not known.
     """

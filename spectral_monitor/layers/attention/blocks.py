@@ -104,12 +104,9 @@ class AttentionBlock:
 def attention_blocks(
     root: nn.Module, layers: Sequence[Layer], heads: Mapping[str, int] | None = None
 ) -> tuple[AttentionBlock, ...]:
-    """Return the attention blocks of a model whose query and key projections are measured.
+    """Return the attention blocks of a model whose query and key projections are among its measured layers.
 
-    Args:
-        root: the model.
-        layers: its measured layers.
-        heads: fnmatch pattern on the name of a module or of its query projection -> number of heads.
+    ``heads``: fnmatch pattern on the name of a module or of its query projection -> number of heads.
 
     Raises:
         ValueError: a pattern that matches no block, a number of heads that does not divide its queries.

@@ -127,7 +127,6 @@ def essentials(measurement: Measurement, log: Log = "essential", asked: Sequence
     """Return what a logger is given of a measurement, key -> finite number.
 
     Args:
-        measurement: the next one.
         log: ``"essential"``; ``"all"`` for every number too, under :meth:`Measurement.scalars`'s keys; or patterns on
             ``<quantity>/<layer>`` of single numbers that are given besides.
         asked: quantities that a user has named, which are essential then.

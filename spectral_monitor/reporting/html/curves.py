@@ -74,14 +74,10 @@ def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
 def curves(
     panel: Panel, measurements: Sequence[Measurement], now: Measurement, limit: Sequence[Measurement] = ()
 ) -> tuple[Figure | None, dict[str, list[int]]]:
-    """Return the figure that answers one question, and the steps of each quantity in it; ``None`` where nothing is
-    known.
+    """Return the figure that answers one question, and the steps of each quantity in it.
 
-    Args:
-        panel: the question.
-        measurements: the whole run.
-        now: the one of them that says which layers are outside.
-        limit: of infinite width, drawn dashed.
+    Layers that are off at ``now`` are red; ``limit``, measurements of infinite width, is dashed. ``None`` where nothing
+    is known.
     """
     outside = set(off(now))
     first = [info.role == "readout" or info.name in outside for info in now.layers]
@@ -129,11 +125,8 @@ def curves(
 
 
 def _grid(count: int, between: int) -> tuple[int, list[tuple[list[float], list[float]]]]:
-    """Return the height of some charts in rows of equal length, and the part of it that each takes across and upright.
-
-    Args:
-        count: of the charts.
-        between: pixels from one row to the next.
+    """Return the height of some charts in rows of equal length, ``between`` pixels from one row to the next, and the
+    part of it that each takes across and upright.
     """
     rows = -(-count // MAX_CHARTS_IN_ROW)
     beside = -(-count // rows)

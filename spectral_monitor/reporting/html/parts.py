@@ -43,12 +43,7 @@ def contents(sections: Iterable[tuple[str, str]]) -> str:
 
 
 def bar(table: Mapping[str, Any], families: bool) -> str:
-    """Return the controls that stay in sight.
-
-    Args:
-        table: as :func:`by_step` returns it.
-        families: whether there are any, to be switched to single layers.
-    """
+    """Return the controls that stay in sight; families, if there are any, can be switched to single layers."""
     parts = [
         '<label>Find <input type="search" id="search" placeholder="layer, such as attn.q_proj" '
         'autocomplete="off" spellcheck="false"></label><output id="found" for="search"></output>'
@@ -66,12 +61,7 @@ def bar(table: Mapping[str, Any], families: bool) -> str:
 
 
 def by_step(measurements: Sequence[Measurement], now: Measurement, keys: Sequence[str]) -> dict[str, Any]:
-    """Return what the table says at every step that the slider stops at.
-
-    Args:
-        measurements: the whole run.
-        now: the one that the page is written for; it is among the steps.
-        keys: quantities that have a column.
+    """Return what the table says at every step that the slider stops at, ``now`` among them.
 
     Returns:
         ``steps``; ``now``, the place of its step; ``rows``, the layers; ``columns``, key -> step -> layer -> number;

@@ -45,7 +45,6 @@ def rows(measurement: Measurement, ratios: Sequence[float], folded: bool = True)
     """Return the rows of a measurement: every root and below it what follows from it, then all other layers.
 
     Args:
-        measurement: with L layers.
         ratios: (L,), every layer against its typical value, NaN where that is not known.
         folded: whether what says little by itself shares a row.
     """

@@ -42,7 +42,6 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
     Biases and gains are measured too, but have a row only if they have a verdict.
 
     Args:
-        measurement: what is shown.
         folded: whether layers that follow from a root share a row. In a network of many layers, so do healthy layers
             close to typical, and layers that were not judged for the same reason.
     """

@@ -84,15 +84,9 @@ def checked_limit(limit: How | None, axis: str, recipe: SweepConfig, depths: Any
 
 
 def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[int, Point | str]:
-    """Return, for each seed, a twin trained on its data and measured by the same probe, as at infinite width.
+    """Return seed -> a twin trained on its data and measured by the same probe, or why there is no limit.
 
-    Args:
-        recipe: of the sweep.
-        width: of a module to read the shapes from.
-        seeds: of the data.
-
-    Returns:
-        seed -> point, or why there is no limit.
+    ``width``: of a module to read the shapes from.
 
     Raises:
         SweepError: the module has no exact limit.

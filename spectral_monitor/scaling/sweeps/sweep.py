@@ -216,8 +216,7 @@ def _checked(part: tuple[int, int]) -> tuple[int, int]:
 def _check_sizes(recipe: SweepConfig, keys: Sequence[RunKey], axis: str, elsewhere: bool) -> None:
     """Build the two smallest networks, before any is trained.
 
-    Args:
-        elsewhere: points do not run here, where a device may lack; an error of the factory is left to them.
+    ``elsewhere``: points do not run here, where a device may lack; an error of the factory is left to them.
 
     Raises:
         SweepError: they are the same.
