@@ -49,11 +49,6 @@ class Operator:
         return layout.fan_in * (layout.groups if layout.kind.startswith("conv") else 1)
 
     @property
-    def outputs(self) -> int:
-        """Features it writes, of all blocks."""
-        return sum(self.layout.fan_outs)
-
-    @property
     def read(self) -> tuple[bool, int]:
         """All of it that says who can feed it."""
         return self.is_convolution, self.inputs
@@ -61,12 +56,12 @@ class Operator:
     @property
     def written(self) -> tuple[bool, int]:
         """All of it that says whom it can feed."""
-        return self.is_convolution, self.outputs
+        return self.is_convolution, self.layout.outputs
 
     def feeds(self, other: Operator) -> bool:
         """Return whether ``other`` can read these outputs; those of a convolution may be flattened on the way."""
         flattened = self.is_convolution and not other.is_convolution
-        return other.inputs % self.outputs == 0 if flattened else other.inputs == self.outputs
+        return other.inputs % self.layout.outputs == 0 if flattened else other.inputs == self.layout.outputs
 
     @property
     def is_convolution(self) -> bool:
@@ -104,7 +99,7 @@ def _is_adapter(name: str, operators: Sequence[Operator]) -> bool:
     parent = name.rpartition(".")[0]
     for place in filter(None, (parent, parent.rpartition(".")[0])):
         beside = (operator for operator in operators if operator.name.startswith(f"{place}."))
-        if any(not operator.trainable and operator.outputs == own.outputs for operator in beside):
+        if any(not operator.trainable and operator.layout.outputs == own.layout.outputs for operator in beside):
             return True
     return False
 

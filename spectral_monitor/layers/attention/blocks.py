@@ -179,18 +179,14 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
 
 def _separate(layers: Sequence[Layer], query: int, key: int, value: int | None) -> _Site:
     def whole(i: int) -> Projection:
-        return Projection(i, (0,), _outputs(layers[i]))
+        return Projection(i, (0,), layers[i].layout.outputs)
 
     return _Site(whole(query), whole(key), None if value is None else whole(value))
 
 
-def _outputs(layer: Layer) -> int:
-    return sum(layer.layout.fan_outs)
-
-
 def _fused(i: int, layer: Layer, module: nn.Module, name: str) -> _Site | None:
     """Return the queries, keys and values of a fused layer: as its blocks lie, or one kind after the other."""
-    layout, total = layer.layout, _outputs(layer)
+    layout, total = layer.layout, layer.layout.outputs
     if layout.blocks == 3:
         sizes, turns = layout.sizes or (total // 3 // layout.repeats,) * 3, layout.repeats
     else:
