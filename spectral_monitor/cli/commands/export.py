@@ -6,6 +6,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -82,8 +83,5 @@ def need_parquet() -> None:
     Raises:
         ImportError: pandas or pyarrow is not installed.
     """
-    try:
-        import pandas  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
-        import pyarrow  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
-    except ImportError:
-        raise ImportError("parquet needs pandas and pyarrow: pip install pandas pyarrow; CSV needs neither") from None
+    if find_spec("pandas") is None or find_spec("pyarrow") is None:
+        raise ImportError("parquet needs pandas and pyarrow: pip install pandas pyarrow; CSV needs neither")
