@@ -24,11 +24,11 @@ class Fit:
         reason: why there is no slope; empty if there is one.
     """
 
-    slope: float
-    low: float
-    high: float
-    seeds: tuple[int, ...]
-    how: str
+    slope: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    seeds: tuple[int, ...] = ()
+    how: str = ""
     reason: str = ""
 
 
@@ -61,8 +61,7 @@ def fit_slope(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:
         if distinct >= FEWEST:
             slopes[seed], errors[seed] = _line(pairs)
     if not slopes:
-        reason = f"values at {most} sizes only, a slope needs {FEWEST}" if most else "no values"
-        return Fit(math.nan, math.nan, math.nan, (), "", reason)
+        return Fit(reason=f"values at {most} sizes only, a slope needs {FEWEST}" if most else "no values")
     mean = statistics.fmean(slopes.values())
     if len(slopes) == 1:
         (seed,) = slopes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -41,11 +41,11 @@ class WidthLimit:
 
     layer: str
     quantity: str
-    value: float
-    low: float
-    high: float
-    distances: Mapping[int, float]
-    fit: Fit
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    distances: Mapping[int, float] = field(default_factory=dict)
+    fit: Fit = field(default_factory=lambda: Fit(reason="no values"))
     reason: str = ""
 
     @property
@@ -53,8 +53,7 @@ class WidthLimit:
         """The distance of the widest networks from the limit, in words.
 
         Example:
-            >>> none = fit_slope([], [])
-            >>> WidthLimit("0", "feature_change", 0.5, 0.5, 0.5, {64: 0.1, 512: 0.037}, none).sentence
+            >>> WidthLimit("0", "feature_change", 0.5, 0.5, 0.5, {64: 0.1, 512: 0.037}).sentence
             'at width 512 feature_change of 0 is within 4 % of its limit'
         """
         if self.reason:
@@ -133,20 +132,20 @@ def _limit(result: SweepResult, slope: Slope) -> WidthLimit:
     if result.limit == "exact":
         whys = {why for why in result.exact.values() if isinstance(why, str)}
         if whys:
-            return _none(layer, quantity, whys.pop())
+            return WidthLimit(layer, quantity, reason=whys.pop())
         goals = {s: _value(p, result.step, quantity, layer) for s, p in result.exact.items() if isinstance(p, Point)}
         value = low = high = math.fsum(goals.values()) / len(goals)
         if math.isnan(value):
             point = next(p for p in result.exact.values() if isinstance(p, Point))
             measured = point.at(result.step)
             why = "" if measured is None else measured.why(quantity, layer)
-            return _none(layer, quantity, why or point.failure or "no value at infinite width")
+            return WidthLimit(layer, quantity, reason=why or point.failure or "no value at infinite width")
     else:
         if not slope.fit.reason and (slope.fit.low > FLAT or slope.fit.high < -FLAT):
-            return _none(layer, quantity, f"it {slope.behaviour}")
+            return WidthLimit(layer, quantity, reason=f"it {slope.behaviour}")
         fitted = extrapolate(slope.sizes, list(rows.values()))
         if fitted.reason:
-            return _none(layer, quantity, fitted.reason)
+            return WidthLimit(layer, quantity, reason=fitted.reason)
         goals, value, low, high = dict.fromkeys(seeds, fitted.value), fitted.value, fitted.low, fitted.high
     apart = [[abs(q - goals[seed]) for q in row] for seed, row in rows.items()]
     means = {}
@@ -155,7 +154,7 @@ def _limit(result: SweepResult, slope: Slope) -> WidthLimit:
         if known and value:
             means[width] = abs(math.fsum(known) / len(known) / value)
     if not means:
-        return _none(layer, quantity, "no values")
+        return WidthLimit(layer, quantity, reason="no values")
     return WidthLimit(layer, quantity, value, low, high, means, fit_slope(slope.sizes, apart))
 
 
@@ -165,10 +164,6 @@ def _value(point: Point, step: int, quantity: str, layer: str) -> float:
     if measurement is None or layer not in {info.name for info in measurement.layers}:
         return math.nan
     return measurement.value(quantity, layer)
-
-
-def _none(layer: str, quantity: str, reason: str) -> WidthLimit:
-    return WidthLimit(layer, quantity, math.nan, math.nan, math.nan, {}, fit_slope([], []), reason)
 
 
 def limit_sentences(result: SweepResult) -> list[str]:

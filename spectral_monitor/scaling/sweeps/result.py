@@ -169,7 +169,7 @@ class _Group:
         sign = -1.0 if finite and max(finite) < 0 else 1.0
         rows = [[sign * found[size, seed][0] for size in self.sizes] for seed in self.seeds]
         if finite and min(finite) < 0 < max(finite):
-            fit = Fit(math.nan, math.nan, math.nan, (), "", "it is positive at some points and negative at others")
+            fit = Fit(reason="it is positive at some points and negative at others")
         else:
             fit = fit_slope(self.sizes, rows)
         if not finite:
