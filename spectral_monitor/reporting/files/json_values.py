@@ -7,8 +7,6 @@ import os
 from dataclasses import is_dataclass
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
-from spectral_monitor.measurement import LayerInfo
-
 
 def plain(value: Any) -> Any:
     """Return a value, or all in a dict or a list, with numbers as JSON has them, which knows no NaN and no inf.
@@ -90,12 +88,6 @@ def _typed(kind: Any, value: Any) -> Any:
 def _shown(value: Any) -> str:
     """Return the beginning of a value that may be anything."""
     return f"{value!r:.40}"
-
-
-def layers_from(rows: Any) -> tuple[LayerInfo, ...]:
-    """Return layers that were written by ``dataclasses.asdict``."""
-    found: tuple[LayerInfo, ...] = read_as(tuple[LayerInfo, ...], rows)
-    return found
 
 
 def is_torn(file: BinaryIO) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.layer_position import LayerPosition
-from spectral_monitor.reporting.files.json_values import is_torn, layers_from, plain, value_of
+from spectral_monitor.reporting.files.json_values import is_torn, plain, read_as, value_of
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.point import Point, RunKey
 
@@ -106,7 +106,7 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _point(row: Mapping[str, Any]) -> Point:
-    layers = layers_from(row["layers"])
+    layers = read_as(tuple[LayerInfo, ...], row["layers"])
     measurements = tuple(
         Measurement(
             step=m["step"],
