@@ -48,16 +48,6 @@ class Operator:
             return layout.shape[1]
         return layout.fan_in * (layout.groups if layout.kind.startswith("conv") else 1)
 
-    @property
-    def read(self) -> tuple[bool, int]:
-        """All of it that says who can feed it."""
-        return self.is_convolution, self.inputs
-
-    @property
-    def written(self) -> tuple[bool, int]:
-        """All of it that says whom it can feed."""
-        return self.is_convolution, self.layout.outputs
-
     def feeds(self, other: Operator) -> bool:
         """Return whether ``other`` can read these outputs; those of a convolution may be flattened on the way."""
         flattened = self.is_convolution and not other.is_convolution
@@ -157,7 +147,8 @@ def _apart(parts: Sequence[list[Operator]]) -> list[list[Operator]]:
     """
     groups = Groups(range(len(parts)))
     # Of thousands of parts most have the same shape at an end, and feed the same parts.
-    writers, readers = _alike(part[-1].written for part in parts), _alike(part[0].read for part in parts)
+    writers = _alike((part[-1].is_convolution, part[-1].layout.outputs) for part in parts)
+    readers = _alike((part[0].is_convolution, part[0].inputs) for part in parts)
     for first in writers.values():
         fed = [k for second in readers.values() if parts[first[0]][-1].feeds(parts[second[0]][0]) for k in second]
         if fed:

@@ -85,12 +85,9 @@ def verdict_table(measurement: Measurement) -> Any:
         row = root.to_row() | {"step": measurement.step, "for steps": root.steps, "what to do": root.sentence}
         row |= {VS_TYPICAL: root.ratio, "same cause": len(named_by(root))}
         row |= {"disturbs": len(followers(root, measurement))}
-        table.add_data(*(None if _is_nan(row[column]) else row[column] for column in COLUMNS))
+        cells = (row[column] for column in COLUMNS)
+        table.add_data(*(None if isinstance(cell, float) and math.isnan(cell) else cell for cell in cells))
     return table
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def _corrected(history: History) -> bool:

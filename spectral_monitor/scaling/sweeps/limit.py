@@ -120,12 +120,8 @@ def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[
     return found
 
 
-def limits_of(result: SweepResult) -> dict[tuple[str, str], WidthLimit]:
-    """Return the limit of every layer and quantity of a sweep."""
-    return {} if result.limit is None else {(s.layer, s.quantity): _limit(result, s) for s in result.slopes}
-
-
-def _limit(result: SweepResult, slope: Slope) -> WidthLimit:
+def limit_of(result: SweepResult, slope: Slope) -> WidthLimit:
+    """Return the limit of the layer and quantity that a slope of a sweep is of."""
     layer, quantity, seeds = slope.layer, slope.quantity, list(dict.fromkeys(key.seed for key in result.keys))
     found = {(p.key.width, p.key.seed): _value(p, result.step, quantity, layer) for p in result.points if not p.failure}
     rows = {seed: [found.get((width, seed), math.nan) for width in slope.sizes] for seed in seeds}

@@ -16,7 +16,7 @@ from spectral_monitor.parametrization.param_groups import Family
 from spectral_monitor.parametrization.prediction import Axis, predict
 from spectral_monitor.reporting.content.families import family_of
 from spectral_monitor.scaling.sweeps.figure import sweep_figure
-from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limits_of
+from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limit_of
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.slope import Slope
 from spectral_monitor.scaling.sweeps.table import sweep_table
@@ -54,7 +54,7 @@ class SweepResult:
     @cached_property
     def limits(self) -> dict[tuple[str, str], WidthLimit]:
         """(layer, quantity) -> its limit of infinite width; empty where none was asked for."""
-        return limits_of(self)
+        return {} if self.limit is None else {(s.layer, s.quantity): limit_of(self, s) for s in self.slopes}
 
     @property
     def off(self) -> tuple[Slope, ...]:
