@@ -238,17 +238,12 @@ def _block(name: str, module: nn.Module, site: _Site, count: int, label: str) ->
     if value is not None and (value.heads * value.size) % key.heads == 0:
         width = value.heads * value.size // key.heads
         value = _cut(value, width) if value.size % width == 0 else None
-    norms = next(
-        (
-            (getattr(module, q), getattr(module, k))
-            for q, k in QUERY_NORMS
-            if isinstance(getattr(module, q, None), nn.Module) and isinstance(getattr(module, k, None), nn.Module)
-        ),
-        None,
-    )
+    pairs = ((getattr(module, q, None), getattr(module, k, None)) for q, k in QUERY_NORMS)
+    norms = next(((q, k) for q, k in pairs if isinstance(q, nn.Module) and isinstance(k, nn.Module)), None)
     if norms is not None and all(isinstance(norm, nn.Identity) for norm in norms):
         norms = None
-    output = next((getattr(module, o) for o in OUTPUTS if isinstance(getattr(module, o, None), nn.Module)), None)
+    outputs = (getattr(module, name, None) for name in OUTPUTS)
+    output = next((part for part in outputs if isinstance(part, nn.Module)), None)
     scale, stated = scale_of(module, query.size)
     tiled = written_as(module).__module__.startswith("x_transformers")
     return AttentionBlock(name, module, query, key, value, scale, rotates(module), norms, output, known, stated, tiled)

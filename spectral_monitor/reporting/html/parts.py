@@ -136,8 +136,6 @@ def loss_words(about: RunFacts) -> str:
 
 def glossary(keys: Iterable[str]) -> str:
     """Return the terms of the page and the quantities that it shows, in one list."""
-    terms = [f"<dt>{escaped(term)}</dt><dd>{escaped(meaning)}</dd>" for term, meaning in TERMS.items()]
-    for key in keys:
-        meaning, formula = QUANTITIES[key].meaning, QUANTITIES[key].notation
-        terms.append(f"<dt>{escaped(key)}</dt><dd>{escaped(meaning)} ({escaped(formula)})</dd>")
+    meanings = TERMS | {key: f"{QUANTITIES[key].meaning} ({QUANTITIES[key].notation})" for key in keys}
+    terms = [f"<dt>{escaped(term)}</dt><dd>{escaped(meaning)}</dd>" for term, meaning in meanings.items()]
     return f'<section id="glossary"><h2>Glossary</h2><dl>{"".join(terms)}</dl></section>'

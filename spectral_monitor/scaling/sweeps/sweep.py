@@ -175,12 +175,10 @@ def sweep(
             advance(point.key)
     ordered = sorted(keys, key=lambda key: (key.depth or 0, key.width, key.seed))
     result = evaluated(recipe, ordered, points.values(), axis, recipe.at[-1])
-    exact = (
-        exact_points(recipe, ordered[0].width, [*dict.fromkeys(key.seed for key in ordered)])
-        if limit == "exact"
-        else {}
-    )
-    return replace(result, limit=limit, exact=exact)
+    if limit == "exact":
+        every = list(dict.fromkeys(key.seed for key in ordered))
+        result = replace(result, exact=exact_points(recipe, ordered[0].width, every))
+    return replace(result, limit=limit)
 
 
 def _keys(
