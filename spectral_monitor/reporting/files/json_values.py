@@ -15,13 +15,11 @@ def plain(value: Any) -> Any:
         >>> plain(0.5), plain({"low": math.nan, "high": [1, -math.inf]})
         (0.5, {'low': None, 'high': [1, '-inf']})
     """
+    if isinstance(value, float):  # most of all
+        return value if math.isfinite(value) else None if math.isnan(value) else str(value)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return None if math.isnan(value) else str(value)
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def value_of(value: Any) -> float:
