@@ -25,9 +25,7 @@ def say(text: str) -> None:
 def records(place: Path, *, quiet: bool = False) -> tuple[Measurement, ...]:
     """Return the measurements of a run that count, without torch; at least one.
 
-    Args:
-        place: a folder or a file.
-        quiet: say nothing about which file is read and what of it is left out.
+    ``quiet``: say nothing about which file is read and what of it is left out.
 
     Raises:
         ValueError: it is no file of measurements, or has none yet.

@@ -24,11 +24,11 @@ class Extrapolation:
         reason: why there is no value; empty if there is one.
     """
 
-    value: float
-    low: float
-    high: float
-    slope: float
-    widths: tuple[int, ...]
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    slope: float = math.nan
+    widths: tuple[int, ...] = ()
     reason: str = ""
 
     def distance(self, value: float) -> float:
@@ -69,9 +69,9 @@ def extrapolate(widths: Sequence[int], values: Sequence[Sequence[float]]) -> Ext
     rows = [[row[i] for i in order] for row in values]
     q = torch.tensor([row for row in rows if all(map(math.isfinite, row))], dtype=torch.float64)
     if len(set(widths)) < FEWEST:
-        return _none(f"{len(set(widths))} widths, it takes {FEWEST}")
+        return Extrapolation(reason=f"{len(set(widths))} widths, it takes {FEWEST}")
     if len(q) < 2:
-        return _none(f"{len(q)} seeds with values at all widths, it takes 2")
+        return Extrapolation(reason=f"{len(q)} seeds with values at all widths, it takes 2")
     while len(n) > FEWEST:
         _, low, high = _interval(_coefficients(n, q, degree=2)[:, 2])
         if low <= 0 <= high:
@@ -96,7 +96,3 @@ def _interval(values: Tensor) -> tuple[float, float, float]:
     mean = values.mean().item()
     half = t_quantile(len(values) - 1) * values.std().item() / math.sqrt(len(values))
     return mean, mean - half, mean + half
-
-
-def _none(reason: str) -> Extrapolation:
-    return Extrapolation(math.nan, math.nan, math.nan, math.nan, (), reason)

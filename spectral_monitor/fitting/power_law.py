@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,11 +24,11 @@ class Fit:
         reason: why there is no slope; empty if there is one.
     """
 
-    slope: float
-    low: float
-    high: float
-    seeds: tuple[int, ...]
-    how: str
+    slope: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    seeds: tuple[int, ...] = ()
+    how: str = ""
     reason: str = ""
 
 
@@ -60,37 +61,31 @@ def fit_slope(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:
         if distinct >= FEWEST:
             slopes[seed], errors[seed] = _line(pairs)
     if not slopes:
-        reason = f"values at {most} sizes only, a slope needs {FEWEST}" if most else "no values"
-        return Fit(math.nan, math.nan, math.nan, (), "", reason)
-    mean = math.fsum(slopes.values()) / len(slopes)
+        return Fit(reason=f"values at {most} sizes only, a slope needs {FEWEST}" if most else "no values")
+    mean = statistics.fmean(slopes.values())
     if len(slopes) == 1:
         (seed,) = slopes
         used = len([y for y in values[seed] if 0 < y < math.inf])
         half, how = t_quantile(used - 2) * errors[seed], "residuals"
     else:
-        variance = math.fsum((slope - mean) ** 2 for slope in slopes.values()) / (len(slopes) - 1)
-        half, how = t_quantile(len(slopes) - 1) * math.sqrt(variance / len(slopes)), "seeds"
+        deviation = statistics.stdev(slopes.values(), mean)
+        half, how = t_quantile(len(slopes) - 1) * deviation / math.sqrt(len(slopes)), "seeds"
     return Fit(mean, mean - half, mean + half, tuple(slopes), how)
 
 
 def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope by least squares, and its standard error from the residuals."""
-    n = len(pairs)
-    x_mean, y_mean = (math.fsum(pair[axis] for pair in pairs) / n for axis in (0, 1))
-    spread = math.fsum((x - x_mean) ** 2 for x, _ in pairs)
-    slope = math.fsum((x - x_mean) * (y - y_mean) for x, y in pairs) / spread
-    residual = math.fsum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in pairs)
-    return slope, math.sqrt(residual / (n - 2) / spread)
+    """Return the slope by least squares, and its standard error from the residuals."""
+    logs = [x for x, _ in pairs]
+    slope, offset = statistics.linear_regression(logs, [y for _, y in pairs])
+    residual = math.fsum((y - offset - slope * x) ** 2 for x, y in pairs)
+    return slope, math.sqrt(residual / (len(logs) - 2) / (statistics.pvariance(logs) * len(logs)))
 
 
 def t_quantile(freedom: int) -> float:
-    """Student's t that is exceeded, on either side, with a probability of 5 %.
+    """Return Student's t that is exceeded, on either side, with a probability of 5 %, at 1 degree of freedom or more.
 
     From the finite sums for the distribution with a whole number of degrees of freedom (Abramowitz and Stegun, 26.7.3
     and 26.7.4).
-
-    Args:
-        freedom: degrees of freedom, at least 1.
 
     Example:
         >>> [round(t_quantile(freedom), 3) for freedom in (1, 2, 10, 1000)]

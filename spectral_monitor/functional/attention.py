@@ -109,18 +109,16 @@ def _norm(left: Tensor, right: Tensor) -> Tensor:
     trace = _trace(left)
     finite = (trace + _trace(right)).isfinite()
     nothing = trace == 0  # the ridge would make something of it
-    left = torch.where(finite[..., None, None], left, torch.zeros_like(left))
-    right = torch.where(finite[..., None, None], right, torch.zeros_like(right))
+    left, right = (torch.where(finite[..., None, None], gram, 0.0) for gram in (left, right))
     ridge = _RIDGE * left.diagonal(dim1=-2, dim2=-1) + _TINY
     root, _ = torch.linalg.cholesky_ex(left + torch.diag_embed(ridge))
     square = torch.linalg.eigvalsh(root.mT @ right @ root)[..., -1].clamp(min=0)
     nothing |= square <= 2 * _TINY * _trace(right)  # which is the ridge's
-    found = square.sqrt().masked_fill(nothing, 0.0)
-    return torch.where(finite, found, torch.full_like(found, torch.nan))
+    return torch.where(finite, square.sqrt().masked_fill(nothing, 0.0), torch.nan)
 
 
 def _largest(gram: Tensor) -> Tensor:
     """Return the largest eigenvalue of Gram matrices, NaN of what is not finite."""
     finite = _trace(gram).isfinite()
-    found = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, torch.zeros_like(gram)))[..., -1]
-    return torch.where(finite, found.clamp(min=0), torch.full_like(found, torch.nan))
+    found = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, 0.0))[..., -1]
+    return torch.where(finite, found.clamp(min=0), torch.nan)

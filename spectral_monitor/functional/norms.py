@@ -98,21 +98,12 @@ def spectral_norm_bounds(A: Tensor, *, tol: float = 0.01) -> tuple[Tensor, Tenso
         (True, True)
     """
     estimate = _estimate(A, tol, exact=False)
-    high = [
-        torch.minimum(bound, _one_inf_bound(matrix))
-        for bound, matrix in zip(estimate.sigma_high, as_stack(A), strict=True)
-    ]
-    shape = A.shape[:-2]
-    return estimate.sigma_low.reshape(shape), torch.stack(high).reshape(shape) if high else A.new_zeros(shape)
-
-
-def _one_inf_bound(matrix: Tensor) -> Tensor:
-    r""":math:`\sqrt{\|A\|_1 \|A\|_\infty}` of one (m, n) matrix, rounded up."""
-    sizes = matrix.to(compute_dtype(matrix.dtype)).abs()
-    if not sizes.numel():
-        return sizes.sum()
-    slack = 1 + 8 * torch.finfo(sizes.dtype).eps * math.sqrt(max(sizes.shape))
-    return sizes.sum(0).amax().sqrt() * sizes.sum(1).amax().sqrt() * slack
+    high, sizes = estimate.sigma_high, as_stack(A).to(compute_dtype(A.dtype)).abs()
+    if sizes.numel():
+        rounding = 1 + 8 * torch.finfo(sizes.dtype).eps * math.sqrt(max(A.shape[-2:]))
+        columns, rows = (sizes.sum(dim).amax(1).sqrt() for dim in (1, 2))
+        high = torch.minimum(high, columns * rows * rounding)
+    return estimate.sigma_low.reshape(A.shape[:-2]), high.reshape(A.shape[:-2])
 
 
 @torch.no_grad()

@@ -80,11 +80,7 @@ def _found(held: Any) -> dict[str, Tensor]:
 def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
     """Return modules that hold the weights, of kinds that suit names and shapes; nothing is copied.
 
-    A matrix is (out, in), unless biases say that its inputs come first.
-
-    Args:
-        weights: by name.
-        where: source of the weights, for an error.
+    A matrix is (out, in), unless biases say that its inputs come first. ``where``: their source, for an error.
 
     Raises:
         ValueError: there is no floating-point tensor among them.
@@ -171,10 +167,7 @@ def _is_table(owner: str) -> bool:
 def _module(owner: str, weight: Tensor | None, turned: str | None) -> nn.Module:
     """Return an empty module of the kind that a weight looks like; its parameters are set later.
 
-    Args:
-        owner: its name.
-        weight: ``None`` where it has none.
-        turned: the reason why the weight is (in, out); ``None`` where it is not.
+    ``turned``: the reason why the weight is (in, out); ``None`` where it is not.
     """
     module: nn.Module | None = None
     with torch.device("meta"):

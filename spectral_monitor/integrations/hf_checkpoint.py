@@ -29,13 +29,7 @@ State = dict[str, Any]
 
 
 class ResumeFiles:
-    """Writes and reads the files of one run.
-
-    Args:
-        folder: where the checkpoints are.
-        probe: the probe whose state is saved.
-        warn: receives a message if a file cannot be written.
-    """
+    """Writes and reads the files of one run, in whose folder the checkpoints are; failures to write become warnings."""
 
     def __init__(self, folder: Path, probe: SpectralProbe, warn: WarnOnce) -> None:
         self._folder, self._probe, self._warn = folder, probe, warn

@@ -38,7 +38,7 @@ class Layout:
     sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        rows = self._fan_out_total()
+        rows = self.outputs
         if self.sizes:
             if len(self.sizes) != self.blocks or sum(self.sizes) * self.repeats != rows or self.groups > 1:
                 times = f"{self.repeats} times " if self.repeats > 1 else ""
@@ -49,7 +49,9 @@ class Layout:
                 + (f" and be a multiple of its {self.groups} groups" if self.groups > 1 else "")
             )
 
-    def _fan_out_total(self) -> int:
+    @property
+    def outputs(self) -> int:
+        """Outputs of all blocks."""
         if self.kind == "vector":
             return max(1, math.prod(self.shape))
         return self.shape[self.axes[0]] * self.outer_groups
@@ -74,7 +76,7 @@ class Layout:
         """Outputs of each block."""
         if self.sizes:
             return tuple(size * self.repeats for size in self.sizes)
-        return (self._fan_out_total() // self.blocks,) * self.blocks
+        return (self.outputs // self.blocks,) * self.blocks
 
     @property
     def fan_in(self) -> int:

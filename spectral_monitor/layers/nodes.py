@@ -23,7 +23,6 @@ def node_layers(
     Speed Formula, Eq. 1. A module that is a measured layer by itself is left out, for its features are known.
 
     Args:
-        root: the model.
         patterns: fnmatch patterns on module names; ``blocks.*`` means the blocks, and not what is in them.
         measured: names of measured layers.
         why_not: why their features cannot be had; empty if they can.

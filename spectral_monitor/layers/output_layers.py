@@ -48,25 +48,10 @@ class Operator:
             return layout.shape[1]
         return layout.fan_in * (layout.groups if layout.kind.startswith("conv") else 1)
 
-    @property
-    def outputs(self) -> int:
-        """Features it writes, of all blocks."""
-        return sum(self.layout.fan_outs)
-
-    @property
-    def read(self) -> tuple[bool, int]:
-        """All of it that says who can feed it."""
-        return self.is_convolution, self.inputs
-
-    @property
-    def written(self) -> tuple[bool, int]:
-        """All of it that says whom it can feed."""
-        return self.is_convolution, self.outputs
-
     def feeds(self, other: Operator) -> bool:
         """Return whether ``other`` can read these outputs; those of a convolution may be flattened on the way."""
         flattened = self.is_convolution and not other.is_convolution
-        return other.inputs % self.outputs == 0 if flattened else other.inputs == self.outputs
+        return other.inputs % self.layout.outputs == 0 if flattened else other.inputs == self.layout.outputs
 
     @property
     def is_convolution(self) -> bool:
@@ -82,7 +67,6 @@ def guess_readouts(
     A model's own word (``get_output_embeddings``) comes first. Elsewhere each trained network has one readout.
 
     Args:
-        root: the model.
         operators: in registration order.
         optimized: ids of the parameters that each optimizer holds; empty if the optimizers are not known.
     """
@@ -105,7 +89,7 @@ def _is_adapter(name: str, operators: Sequence[Operator]) -> bool:
     parent = name.rpartition(".")[0]
     for place in filter(None, (parent, parent.rpartition(".")[0])):
         beside = (operator for operator in operators if operator.name.startswith(f"{place}."))
-        if any(not operator.trainable and operator.outputs == own.outputs for operator in beside):
+        if any(not operator.trainable and operator.layout.outputs == own.layout.outputs for operator in beside):
             return True
     return False
 
@@ -163,7 +147,8 @@ def _apart(parts: Sequence[list[Operator]]) -> list[list[Operator]]:
     """
     groups = Groups(range(len(parts)))
     # Of thousands of parts most have the same shape at an end, and feed the same parts.
-    writers, readers = _alike(part[-1].written for part in parts), _alike(part[0].read for part in parts)
+    writers = _alike((part[-1].is_convolution, part[-1].layout.outputs) for part in parts)
+    readers = _alike((part[0].is_convolution, part[0].inputs) for part in parts)
     for first in writers.values():
         fed = [k for second in readers.values() if parts[first[0]][-1].feeds(parts[second[0]][0]) for k in second]
         if fed:

@@ -15,9 +15,6 @@ class TrainingModes:
     A batch norm that has seen batches, and none of them in this run, is left in evaluation mode on purpose, as in
     fine-tuning.
 
-    Args:
-        model: any; only read.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
         >>> modes = TrainingModes(model)

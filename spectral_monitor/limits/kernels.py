@@ -51,7 +51,7 @@ def relu_kernels(
     tangent = x @ z.T
     for layer in range(depth):
         scale = (v[:, None] * w[None]).sqrt()
-        c = torch.where(scale > 0, K / scale, torch.zeros_like(K)).clamp(-1, 1)
+        c = torch.where(scale > 0, K / scale, 0.0).clamp(-1, 1)
         angle = math.pi - torch.acos(c)
         features = scale * ((1 - c.square()).sqrt() + c * angle) / (2 * math.pi)  # E[relu relu']
         slopes = angle / (2 * math.pi)  # E[step step']

@@ -118,11 +118,8 @@ def _collected(batches: Iterable[Batch], most: int, name: str) -> Batch:
     """Return the first examples of batches, flat and on the CPU."""
     inputs, targets, count = [], [], 0
     for batch in batches:
-        if (
-            not isinstance(batch, (tuple, list))
-            or len(batch) != 2
-            or not all(isinstance(part, Tensor) for part in batch)
-        ):
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        if not is_pair or not all(isinstance(part, Tensor) for part in batch):
             raise ValueError(f"{name} must yield pairs of tensors (inputs, targets), got a {type(batch).__name__}")
         x, y = (part.detach().cpu()[: most - count] for part in batch)
         inputs.append(x.flatten(1).float())

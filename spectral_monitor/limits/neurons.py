@@ -109,8 +109,7 @@ class WeightedNeurons:
         chi = checked_derivatives(loss_derivative(f), f)
         with torch.enable_grad():
             h = (self.U @ x.double().T).requires_grad_()
-            (slope,) = torch.autograd.grad(self.phi(h).sum(), h, allow_unused=True)
-        slope = torch.zeros_like(h) if slope is None else slope
+            (slope,) = torch.autograd.grad(self.phi(h).sum(), h, materialize_grads=True)
         # Both from the old values; no weight w, which is in the expectation only.
         V = self.V - self._rates[1] * features @ chi
         self.U = self.U - self._rates[0] * (slope * (self.V @ chi.T)) @ x.double()

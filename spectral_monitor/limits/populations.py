@@ -233,8 +233,7 @@ class Populations:
             h.requires_grad_()
         with torch.enable_grad():
             out = self.phi(h)
-            (slope,) = torch.autograd.grad(out.sum(), h, create_graph=graph, allow_unused=True)
-        slope = torch.zeros_like(h) if slope is None else slope
+            (slope,) = torch.autograd.grad(out.sum(), h, create_graph=graph, materialize_grads=True)
         here.x.append(out if graph else out.detach())
         here.slope.append(slope if graph else slope.detach())
 
@@ -264,9 +263,8 @@ class Populations:
             return [float(each) for each in found]
         if not value.requires_grad:
             return [0.0] * count
-        leaves = by.values[:count]
-        grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
-        return [0.0 if g is None else g.mean().item() for g in grads]
+        grads = torch.autograd.grad(value.sum(), by.values[:count], retain_graph=True, materialize_grads=True)
+        return [gradient.mean().item() for gradient in grads]
 
 
 def rates_of(lr: float | Sequence[float], matrices: int) -> tuple[float, ...]:

@@ -48,16 +48,12 @@ class Scales:
 
 
 def limit_scales(parametrization: Parametrization, lr: float, fan_in: int, k: int) -> Scales:
-    """Return the standard deviations and learning rates of one hidden layer at infinite width.
+    """Return the standard deviations and learning rates of one hidden layer at infinite width, with ``k`` outputs.
 
-    Args:
-        parametrization: with maximal updates, such as ``MUP``.
-        lr: the learning rate that the parametrization's factors multiply.
-        fan_in: of the first matrix.
-        k: number of outputs.
+    ``lr``: the learning rate that the parametrization's factors multiply; ``fan_in``: of the first matrix.
 
     Raises:
-        ValueError: a parametrization without this limit, or a learning rate that is none.
+        ValueError: a parametrization without maximal updates, which has no such limit, or a learning rate that is none.
     """
     if not 0 < lr < math.inf:
         raise ValueError(f"lr must be a finite number > 0, got {lr!r}")

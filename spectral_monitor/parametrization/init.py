@@ -71,10 +71,6 @@ def starting_norm(module: nn.Module, layers: Sequence[Layer]) -> float:
     whose name ends in "Norm". But 2 if a readout is an embedding too: the widest of such networks ended higher with
     1.25 (docs/correction.md).
 
-    Args:
-        module: the network.
-        layers: its layers.
-
     Example:
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
         >>> normalized = torch.nn.Sequential(torch.nn.LayerNorm(8), block)
@@ -90,9 +86,7 @@ def looks_drawn(layers: Sequence[Layer]) -> bool:
 
     Frozen weights and adapters beside them were loaded. So were weights whose stable rank is far below that of a
     Gaussian matrix of their shape, ``m n / (sqrt(m) + sqrt(n))^2``. Zeros and orthogonal matrices count as drawn.
-
-    Args:
-        layers: of the network; those with a weight that is spread over processes say nothing.
+    Weights that are spread over processes say nothing.
 
     Example:
         >>> fresh = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))

@@ -133,6 +133,6 @@ def _outputs(module: nn.Module, layers: Sequence[Layer]) -> dict[int, int]:
         for bias in own:
             if not bias.is_matrix:
                 for some in (*([matrix] for matrix in matrices), matrices):
-                    if some and sum(sum(matrix.layout.fan_outs) for matrix in some) == bias.layout.fan_out:
+                    if some and sum(matrix.layout.outputs for matrix in some) == bias.layout.fan_out:
                         found.setdefault(id(bias.sources[0]), max(map(all_outputs, some)))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -325,7 +326,4 @@ class _NetworkSlopes:
         """Return the slope of positive values over the sizes, by least squares on log-log axes."""
         if len(values) < len(self._logs):
             return math.nan
-        logs = [math.log(value) for value in values]
-        x, y = sum(self._logs) / len(logs), sum(logs) / len(logs)
-        pairs = zip(self._logs, logs, strict=True)
-        return sum((a - x) * (b - y) for a, b in pairs) / sum((a - x) ** 2 for a in self._logs)
+        return statistics.linear_regression(self._logs, [math.log(value) for value in values]).slope

@@ -74,10 +74,6 @@ def heatmap(history: History, quantity: str) -> Pixels | None:
     the limits of the band. What was not measured is grey, the names of layers that are off now are red.
     Settings of matplotlib are neither used nor changed.
 
-    Args:
-        history: what to draw.
-        quantity: a key of the measurements.
-
     Returns:
         (height, width, 3) in RGB; ``None`` where no matrix has a finite value, or without matplotlib.
     """

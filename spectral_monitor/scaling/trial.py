@@ -176,13 +176,12 @@ class Trial:
                     what = "is given what no trained weight leads to" if inputs else "is not called"
                     raise ValueError(f"the readout, {readout.info.name!r}, {what} on batch {self.batch}")
                 mean = loss / len(self.batches)
-                found = torch.autograd.grad(mean, [*parameters, *inputs], allow_unused=True)
+                found = torch.autograd.grad(mean, [*parameters, *inputs], materialize_grads=True)
                 for gradient, more in zip(gradients, found[: len(parameters)], strict=True):
-                    if more is not None:
-                        gradient += more
+                    gradient += more
                 for given, more in zip(inputs, found[len(parameters) :], strict=True):
                     h.append(given.detach().double().flatten())
-                    b.append(torch.zeros_like(h[-1]) if more is None else more.double().flatten())
+                    b.append(more.double().flatten())
                     eps = torch.finfo(given.dtype).eps
                     if math.sqrt(eps) > UNSURE:
                         raise ValueError(

@@ -58,9 +58,7 @@ def whole_extent(shape: Sequence[int]) -> ShardRegion:
 def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> ShardRegion:
     """Return the local region of a tensor, or of a DTensor's global one.
 
-    Args:
-        tensor: any.
-        dims: which dimensions of its device mesh count; all by default.
+    ``dims``: which dimensions of its device mesh count; all by default.
 
     Raises:
         ValueError: the DTensor is placed in a way that is not known, such as ``Partial``.

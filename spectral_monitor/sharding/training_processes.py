@@ -89,9 +89,7 @@ def check_settings(settings: Mapping[str, object], processes: ProcessGroup) -> N
 def check_alike(held: Iterable[tuple[str, Sequence[Tensor]]], processes: ProcessGroup) -> None:
     """Compare weights that every process holds whole, by exact sums of their bits; a collective.
 
-    Args:
-        held: names of layers and their parameters.
-        processes: those that train together.
+    ``held``: names of layers and their parameters.
 
     Raises:
         ValueError: naming a layer whose weights differ, and what to do.

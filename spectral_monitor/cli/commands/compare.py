@@ -79,12 +79,7 @@ def answer(
 ) -> str:
     """Return the first line: what is off in one run only, else the layer that differs most.
 
-    Args:
-        a: the measurement of the first run.
-        b: that of the second.
-        key: the quantity that is compared.
-        pairs: layer -> its value in both.
-        names: of the layers, the largest difference first.
+    ``pairs``: layer -> its value in both runs; ``names``: of the layers, the largest difference first.
     """
     faults = {"A": _faults(a), "B": _faults(b)}
     only = [

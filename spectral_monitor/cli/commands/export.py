@@ -6,6 +6,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -40,8 +41,8 @@ def _export(args: argparse.Namespace) -> None:
         if args.output.suffix not in SUFFIXES:
             raise ValueError(f"cannot write {str(args.output)!r}: give -o a name that ends in .csv or .parquet")
         check_target(args.output)
-        if args.output.suffix == ".parquet":
-            need_parquet()
+        if args.output.suffix == ".parquet" and not (find_spec("pandas") and find_spec("pyarrow")):
+            raise ImportError("parquet needs pandas and pyarrow: pip install pandas pyarrow; CSV needs neither")
     run = records(args.place)
     layers = matching(args.layer, [info.name for info in run[-1].layers])
     quantities = matching(args.quantity, dict.fromkeys(key for r in run for key in r.values), "quantity")
@@ -74,16 +75,3 @@ def described(run: Sequence[Measurement]) -> str:
     if len(run) == 1:
         return f"1 measurement, step {run[0].step}"
     return f"{len(run)} measurements, steps {run[0].step} to {run[-1].step}"
-
-
-def need_parquet() -> None:
-    """Refuse to go on without what writes parquet.
-
-    Raises:
-        ImportError: pandas or pyarrow is not installed.
-    """
-    try:
-        import pandas  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
-        import pyarrow  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
-    except ImportError:
-        raise ImportError("parquet needs pandas and pyarrow: pip install pandas pyarrow; CSV needs neither") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spectral_monitor.cli.parser import add_layer, command
 from spectral_monitor.cli.reading import matching
-from spectral_monitor.reporting.files.json_values import plain_row
+from spectral_monitor.reporting.files.json_values import plain
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,7 +34,7 @@ def _inspect(args: argparse.Namespace) -> None:
     found = inspect(args.file)
     kept = matching(args.layer, found.roles)
     if args.json:
-        rows = [plain_row(row) for row in found.to_rows() if row["layer"] in kept]
-        print(json.dumps(rows, indent=2, allow_nan=False))
+        rows = [row for row in found.to_rows() if row["layer"] in kept]
+        print(json.dumps(plain(rows), indent=2, allow_nan=False))
     else:
         print(rendered(found.rows(kept)))

@@ -7,13 +7,12 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.cli.parser import add_layer, add_run, command
 from spectral_monitor.cli.reading import at_step, matching, records
-from spectral_monitor.reporting.files.json_values import plain, plain_row
+from spectral_monitor.reporting.files.json_values import plain
 from spectral_monitor.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -58,7 +57,9 @@ def _show(args: argparse.Namespace) -> None:
             writer.writeheader()
             writer.writerows(rows)
         else:
-            print(json.dumps(_object(measurement, rows), indent=2, allow_nan=False))
+            verdicts = [verdict.to_row() for verdict in measurement.verdicts]
+            found = {"step": measurement.step, "summary": measurement.summary, "verdicts": verdicts, "layers": rows}
+            print(json.dumps(plain(found), indent=2, allow_nan=False))
         return
     print(shown(measurement, args))
 
@@ -152,7 +153,7 @@ def _rows(measurement: Measurement, pattern: str | None) -> list[dict[str, Any]]
                     "fan_out": info.fan_out,
                     "state": None if state is None else state.state,
                     "reason": None if state is None or not state.reason else state.reason,
-                    **{key: plain(value) for key, value in measurement[info.name].items()},
+                    **plain(measurement[info.name]),
                 }
             )
     return found
@@ -164,12 +165,3 @@ def _sorted(rows: list[dict[str, Any]], sort: str | None) -> list[dict[str, Any]
     if sort not in rows[0]:
         raise ValueError(f"no column {sort!r}{did_you_mean(sort, rows[0]) or ';'} columns: {', '.join(rows[0])}")
     return sorted(rows, key=lambda row: _order(row[sort]))
-
-
-def _object(measurement: Measurement, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "step": measurement.step,
-        "summary": {key: plain(value) for key, value in measurement.summary.items()},
-        "verdicts": [plain_row(verdict.to_row()) for verdict in measurement.verdicts],
-        "layers": rows,
-    }

@@ -8,7 +8,7 @@ import json
 from spectral_monitor.cli.parser import add_run, command
 from spectral_monitor.cli.reading import records
 from spectral_monitor.reporting.content.tally import latest_judged, tally
-from spectral_monitor.reporting.files.json_values import plain_row
+from spectral_monitor.reporting.files.json_values import plain
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,7 +36,7 @@ def _verdicts(args: argparse.Namespace) -> int:
         reason = next(iter(count.not_judged), "")
         raise ValueError(f"no layer was judged at step {judged.step}{f': {reason}' if reason else ''}")
     if args.json:
-        print(json.dumps([plain_row(verdict.to_row()) for verdict in judged.verdicts], indent=2, allow_nan=False))
+        print(json.dumps(plain([verdict.to_row() for verdict in judged.verdicts]), indent=2, allow_nan=False))
     elif not judged.verdicts:
         print(f"step {judged.step}: nothing is off")
     else:

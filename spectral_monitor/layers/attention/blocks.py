@@ -104,12 +104,9 @@ class AttentionBlock:
 def attention_blocks(
     root: nn.Module, layers: Sequence[Layer], heads: Mapping[str, int] | None = None
 ) -> tuple[AttentionBlock, ...]:
-    """Return the attention blocks of a model whose query and key projections are measured.
+    """Return the attention blocks of a model whose query and key projections are among its measured layers.
 
-    Args:
-        root: the model.
-        layers: its measured layers.
-        heads: fnmatch pattern on the name of a module or of its query projection -> number of heads.
+    ``heads``: fnmatch pattern on the name of a module or of its query projection -> number of heads.
 
     Raises:
         ValueError: a pattern that matches no block, a number of heads that does not divide its queries.
@@ -150,10 +147,8 @@ def _torch(
     width = module.embed_dim
     if (i := by_name.get(join(name, "in_proj"))) is not None:
         return _Site(*(Projection(i, (k * width,), width) for k in range(3)))
-    parts = [by_name.get(join(name, f"{key}_proj")) for key in "qkv"]
-    if parts[0] is None or parts[1] is None:
-        return None
-    return _separate(layers, (parts[0], parts[1], parts[2]))
+    query, key, value = (by_name.get(join(name, f"{part}_proj")) for part in "qkv")
+    return None if query is None or key is None else _separate(layers, query, key, value)
 
 
 def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, int]) -> Iterator[_Site]:
@@ -174,7 +169,7 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
     for names in SEPARATE:
         query, key, value = map(held, names)
         if query is not None and key is not None and query != key:
-            yield _separate(layers, (query, key, value))
+            yield _separate(layers, query, key, value)
             return
     for name in FUSED:
         if (i := held(name)) is not None and (site := _fused(i, layers[i], module, name)) is not None:
@@ -182,20 +177,16 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
             return
 
 
-def _separate(layers: Sequence[Layer], parts: tuple[int, int, int | None]) -> _Site:
-    query, key, value = (None if i is None else Projection(i, (0,), _outputs(layers[i])) for i in parts)
-    assert query is not None
-    assert key is not None
-    return _Site(query, key, value)
+def _separate(layers: Sequence[Layer], query: int, key: int, value: int | None) -> _Site:
+    def whole(i: int) -> Projection:
+        return Projection(i, (0,), layers[i].layout.outputs)
 
-
-def _outputs(layer: Layer) -> int:
-    return sum(layer.layout.fan_outs)
+    return _Site(whole(query), whole(key), None if value is None else whole(value))
 
 
 def _fused(i: int, layer: Layer, module: nn.Module, name: str) -> _Site | None:
     """Return the queries, keys and values of a fused layer: as its blocks lie, or one kind after the other."""
-    layout, total = layer.layout, _outputs(layer)
+    layout, total = layer.layout, layer.layout.outputs
     if layout.blocks == 3:
         sizes, turns = layout.sizes or (total // 3 // layout.repeats,) * 3, layout.repeats
     else:
@@ -247,17 +238,12 @@ def _block(name: str, module: nn.Module, site: _Site, count: int, label: str) ->
     if value is not None and (value.heads * value.size) % key.heads == 0:
         width = value.heads * value.size // key.heads
         value = _cut(value, width) if value.size % width == 0 else None
-    norms = next(
-        (
-            (getattr(module, q), getattr(module, k))
-            for q, k in QUERY_NORMS
-            if isinstance(getattr(module, q, None), nn.Module) and isinstance(getattr(module, k, None), nn.Module)
-        ),
-        None,
-    )
+    pairs = ((getattr(module, q, None), getattr(module, k, None)) for q, k in QUERY_NORMS)
+    norms = next(((q, k) for q, k in pairs if isinstance(q, nn.Module) and isinstance(k, nn.Module)), None)
     if norms is not None and all(isinstance(norm, nn.Identity) for norm in norms):
         norms = None
-    output = next((getattr(module, o) for o in OUTPUTS if isinstance(getattr(module, o, None), nn.Module)), None)
+    outputs = (getattr(module, name, None) for name in OUTPUTS)
+    output = next((part for part in outputs if isinstance(part, nn.Module)), None)
     scale, stated = scale_of(module, query.size)
     tiled = written_as(module).__module__.startswith("x_transformers")
     return AttentionBlock(name, module, query, key, value, scale, rotates(module), norms, output, known, stated, tiled)

@@ -28,9 +28,7 @@ class LocalHeads:
 def local_heads(block: AttentionBlock, held: Mapping[int, tuple[int, int] | None]) -> LocalHeads | None:
     """Return the heads that are here; ``None`` unless these are whole, with the keys and the values that they meet.
 
-    Args:
-        block: any.
-        held: layer index -> range of its outputs that is here, ``None`` for all of them.
+    ``held``: layer index -> range of its outputs that is here, ``None`` for all of them.
     """
     query = _within(block.query, held[block.query.layer])
     key = _within(block.key, held[block.key.layer])

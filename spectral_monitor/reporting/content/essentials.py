@@ -19,7 +19,7 @@ from spectral_monitor.layers.naming import matches
 from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, families_of
-from spectral_monitor.reporting.content.typical import limits, log2_within, vs_typical
+from spectral_monitor.reporting.content.typical import limits, log2_within, over_reference, vs_typical
 from spectral_monitor.suggestions import did_you_mean
 
 Log = Literal["essential", "all"] | Sequence[str]
@@ -127,7 +127,6 @@ def essentials(measurement: Measurement, log: Log = "essential", asked: Sequence
     """Return what a logger is given of a measurement, key -> finite number.
 
     Args:
-        measurement: the next one.
         log: ``"essential"``; ``"all"`` for every number too, under :meth:`Measurement.scalars`'s keys; or patterns on
             ``<quantity>/<layer>`` of single numbers that are given besides.
         asked: quantities that a user has named, which are essential then.
@@ -168,24 +167,14 @@ def _columns(measurement: Measurement, asked: Sequence[str]) -> dict[str, list[f
     """Return the essential quantities that were measured, and what is compared with something as its log2."""
     values, columns = measurement.values, {}
     for quantity in ("update_natural", "weight_natural", *asked):
-        ratios = _ratios(measurement, quantity)
+        typical = quantity == "update_natural"  # which is held against the median where it has no reference
+        ratios = vs_typical(measurement) if typical else over_reference(measurement, quantity)
         if any(map(math.isfinite, ratios)):
             columns[log2_of(quantity)] = [log2_within(ratio, FAR) for ratio in ratios]
     columns |= {key: values[key].tolist() for key in dict.fromkeys((*essential_keys(), *asked)) if key in values}
     if "lr_multiplier" in values and bool(((values["lr_multiplier"] - 1).abs() > 0).any()):
         columns["lr_multiplier"] = values["lr_multiplier"].tolist()
     return columns
-
-
-def _ratios(measurement: Measurement, quantity: str) -> list[float]:
-    """Return a quantity over its reference; the update's size over the median where there is none."""
-    if quantity == "update_natural":
-        return vs_typical(measurement)
-    bands = measurement.bands.get(quantity)
-    if bands is None or quantity not in measurement.values:
-        return []
-    ratios: list[float] = (measurement.values[quantity] / bands[:, 2]).tolist()
-    return ratios
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

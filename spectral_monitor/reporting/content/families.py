@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 OTHERS = "others"
 """Layers without a number in their name."""
@@ -58,10 +59,6 @@ def places_in(names: Sequence[str]) -> str:
         '0..2,5,7,8'
     """
     numbers = [int(next(part for part in name.split(".") if part.isdigit())) for name in names]
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # In a run, every number is as far from its place.
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

@@ -129,12 +129,10 @@ def _word(unit: str) -> str:
 
 
 def _together(family: Sequence[list[str]], under: Counter[tuple[str, ...]], room: int) -> list[str]:
-    """Cut names of one shape alike: what tells most comes in first, as long as there is room in the longest.
+    """Cut names of one shape alike to some characters: what tells most comes in first, as long as all have room for it.
 
-    Args:
-        family: the units of each, equally many.
-        under: how many names begin with some units; what a unit tells is how many of them it leaves.
-        room: characters.
+    ``family``: the units of each name, equally many. ``under``: how many names begin with some units; what a unit tells
+    is how many of them it leaves.
     """
     if all(len("".join(units)) <= room for units in family):
         return ["".join(units) for units in family]

@@ -106,10 +106,10 @@ def _close(limit: float, median: float) -> bool:
     return 0.99 * median <= limit <= 1.01 * median
 
 
-def over_reference(measurement: Measurement) -> list[float]:
-    """Return the size of each layer's update over the reference of its band, NaN where it has none."""
-    values, bands = (where.get("update_natural") for where in (measurement.values, measurement.bands))
+def over_reference(measurement: Measurement, quantity: str = "update_natural") -> list[float]:
+    """Return each layer's value over the reference of its band, NaN where it has none."""
+    values, bands = (where.get(quantity) for where in (measurement.values, measurement.bands))
     if values is None or bands is None:
         return [math.nan] * len(measurement.layers)
     pairs = zip(values.tolist(), bands.tolist(), strict=True)
-    return [size / middle if middle else math.nan for size, (_, _, middle) in pairs]
+    return [value / middle if middle else math.nan for value, (_, _, middle) in pairs]

@@ -7,24 +7,19 @@ import os
 from dataclasses import is_dataclass
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
-from spectral_monitor.measurement import LayerInfo
 
-
-def plain(value: float) -> float | str | None:
-    """Return a number in JSON, which has no NaN and no inf.
+def plain(value: Any) -> Any:
+    """Return a value, or all in a dict or a list, with numbers as JSON has them, which knows no NaN and no inf.
 
     Example:
-        >>> plain(0.5), plain(math.nan), plain(-math.inf)
-        (0.5, None, '-inf')
+        >>> plain(0.5), plain({"low": math.nan, "high": [1, -math.inf]})
+        (0.5, {'low': None, 'high': [1, '-inf']})
     """
-    if math.isnan(value):
-        return None
-    return str(value) if math.isinf(value) else value
-
-
-def plain_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a dict with its numbers in JSON."""
-    return {key: plain(value) if isinstance(value, float) else value for key, value in row.items()}
+    if isinstance(value, float):  # most of all
+        return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def value_of(value: Any) -> float:
@@ -91,12 +86,6 @@ def _typed(kind: Any, value: Any) -> Any:
 def _shown(value: Any) -> str:
     """Return the beginning of a value that may be anything."""
     return f"{value!r:.40}"
-
-
-def layers_from(rows: Any) -> tuple[LayerInfo, ...]:
-    """Return layers that were written by ``dataclasses.asdict``."""
-    found: tuple[LayerInfo, ...] = read_as(tuple[LayerInfo, ...], rows)
-    return found
 
 
 def is_torn(file: BinaryIO) -> bool:

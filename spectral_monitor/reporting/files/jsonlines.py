@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectral_monitor.condition import Verdict
 from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
-from spectral_monitor.reporting.files.json_values import is_torn, plain, plain_row
+from spectral_monitor.reporting.files.json_values import is_torn, plain
 from spectral_monitor.reporting.files.records import FORMAT, FURTHER_FILE, RUN_FILE, VERSION, concerning, read_records
 from spectral_monitor.reporting.sinks import need_room
 
@@ -111,20 +110,15 @@ def _line(measurement: Measurement, reasons: dict[str, str | None]) -> str:
     return _dump(
         {
             "step": measurement.step,
-            "summary": {key: plain(value) for key, value in measurement.summary.items()},
+            "summary": measurement.summary,
             "values": {key: _column(values) for key, values in measurement.values.items()},
             "bands": {key: [_column(row) for row in rows] for key, rows in measurement.bands.items()},
-            "verdicts": [_verdict(verdict) for verdict in measurement.verdicts],
+            "verdicts": [asdict(verdict) for verdict in measurement.verdicts],
             "states": _states(measurement),
             "flags": measurement.flags,
             "reasons": reasons,
         }
     )
-
-
-def _verdict(verdict: Verdict) -> dict[str, Any]:
-    row = {**plain_row(asdict(verdict)), "band": [plain(limit) for limit in verdict.band]}
-    return row if verdict.remedy is None else {**row, "remedy": plain_row(asdict(verdict.remedy))}
 
 
 def _states(measurement: Measurement) -> list[list[Any]]:
@@ -138,11 +132,11 @@ def _states(measurement: Measurement) -> list[list[Any]]:
 
 
 def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return json.dumps(plain(value), separators=(",", ":"), allow_nan=False)
 
 
-def _column(values: Tensor) -> list[float | str | None]:
-    return [plain(float(f"{value:.{DIGITS}g}")) for value in values.tolist()]
+def _column(values: Tensor) -> list[float]:
+    return [float(f"{value:.{DIGITS}g}") for value in values.tolist()]
 
 
 def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:

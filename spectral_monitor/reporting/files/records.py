@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
-from spectral_monitor.reporting.files.json_values import layers_from, read_as, value_of
+from spectral_monitor.reporting.files.json_values import read_as, value_of
 
 FORMAT, VERSION = "spectral_monitor.measurements", 2
 READ = (1, 2)
@@ -79,7 +79,8 @@ def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
     if row["format"] != FORMAT or row["version"] not in READ:
         versions = " or ".join(map(str, READ))
         raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {versions}")
-    return layers_from(row["layers"])
+    layers: tuple[LayerInfo, ...] = read_as(tuple[LayerInfo, ...], row["layers"])
+    return layers
 
 
 def _record(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[str, str]) -> Measurement:

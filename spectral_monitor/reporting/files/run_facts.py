@@ -40,9 +40,6 @@ def run_facts(file: str | os.PathLike[str]) -> RunFacts:
 
     The loss is that of Lightning's ``CSVLogger`` or ``TensorBoardLogger`` in the same folder. What cannot be read is
     left out.
-
-    Args:
-        file: the run's file of measurements.
     """
     file = Path(file)
     about = _header(file)

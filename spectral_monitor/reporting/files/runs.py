@@ -49,10 +49,6 @@ def settled_in(
 ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
     """Return the measurements of a file that count, and notes on those that do not.
 
-    Args:
-        path: of the file.
-        read: what reads it.
-
     Raises:
         ValueError: it is no file of measurements, or holds none yet.
         OSError: it cannot be read.

@@ -22,14 +22,11 @@ DASHES = {"A": "solid", "B": "dot"}
 
 
 def write_comparison(a: Run, b: Run, names: Sequence[str], lines: Sequence[str], path: str | os.PathLike[str]) -> None:
-    """Write a page with a chart for each quantity that either run has: the first run solid, the second one dotted.
+    """Write a page with a chart for each quantity that both runs have: the first run solid, the second one dotted.
 
     Args:
-        a: a run.
-        b: another one.
-        names: of both.
+        names: of both runs.
         lines: what is said at the top, the answer first; then a table as text.
-        path: of the file; what is there is replaced.
 
     Raises:
         ImportError: plotly is not installed.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,13 +51,9 @@ def depth_colours(count: int) -> list[str]:
         >>> depth_colours(2)
         ['rgb(59,111,216)', 'rgb(205,155,20)']
     """
-    found = []
-    for i in range(count):
-        place = i / max(1, count - 1) * (len(_DEPTH) - 1)
-        k = min(int(place), len(_DEPTH) - 2)
-        mixed = [round(a + (b - a) * (place - k)) for a, b in zip(_DEPTH[k], _DEPTH[k + 1], strict=True)]
-        found.append(f"rgb({','.join(map(str, mixed))})")
-    return found
+    places = np.linspace(0, len(_DEPTH) - 1, count)
+    mixed = [np.interp(places, range(len(_DEPTH)), channel).round() for channel in zip(*_DEPTH, strict=True)]
+    return [f"rgb({red:.0f},{green:.0f},{blue:.0f})" for red, green, blue in zip(*mixed, strict=True)]
 
 
 def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
@@ -77,14 +74,10 @@ def drawn(rows: Sequence[int], first: Sequence[bool]) -> list[int]:
 def curves(
     panel: Panel, measurements: Sequence[Measurement], now: Measurement, limit: Sequence[Measurement] = ()
 ) -> tuple[Figure | None, dict[str, list[int]]]:
-    """Return the figure that answers one question, and the steps of each quantity in it; ``None`` where nothing is
-    known.
+    """Return the figure that answers one question, and the steps of each quantity in it.
 
-    Args:
-        panel: the question.
-        measurements: the whole run.
-        now: the one of them that says which layers are outside.
-        limit: of infinite width, drawn dashed.
+    Layers that are off at ``now`` are red; ``limit``, measurements of infinite width, is dashed. ``None`` where nothing
+    is known.
     """
     outside = set(off(now))
     first = [info.role == "readout" or info.name in outside for info in now.layers]
@@ -132,11 +125,8 @@ def curves(
 
 
 def _grid(count: int, between: int) -> tuple[int, list[tuple[list[float], list[float]]]]:
-    """Return the height of some charts in rows of equal length, and the part of it that each takes across and upright.
-
-    Args:
-        count: of the charts.
-        between: pixels from one row to the next.
+    """Return the height of some charts in rows of equal length, ``between`` pixels from one row to the next, and the
+    part of it that each takes across and upright.
     """
     rows = -(-count // MAX_CHARTS_IN_ROW)
     beside = -(-count // rows)

@@ -32,8 +32,7 @@ def family_traces(
         key: the quantity, whose steps are the x axis.
         values: (layers, steps), all layers of the chart.
         families: name -> places in ``values``, at least two.
-        log: whether the y axis is logarithmic.
-        low: the bottom of the axis; smaller values are drawn there.
+        log, low: whether the y axis is logarithmic, and its bottom, where smaller values are drawn.
     """
     for place, (name, some) in enumerate(families.items()):
         of = values[list(some)]

@@ -60,10 +60,6 @@ def drawable(measurements: Sequence[Measurement], quantity: str) -> Thinned | No
 def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Figure | None, dict[str, list[int]]]:
     """Draw every layer at one measurement, and pictures of layer by step; rows are layers throughout.
 
-    Args:
-        measurements: the whole run.
-        now: the one of them that layers are judged by.
-
     Returns:
         the figure and the steps of each quantity in it; ``None`` where nothing is known.
     """

@@ -52,13 +52,7 @@ def _distances(now: Measurement, there: Measurement, key: str) -> Iterator[float
 
 
 def limit_traces(limit: Sequence[Measurement], key: str, names: Sequence[str]) -> list[Figure]:
-    """Return a dashed grey line for each of some layers of which the limit is known.
-
-    Args:
-        limit: measurements at infinite width.
-        key: the quantity.
-        names: of the layers that are drawn.
-    """
+    """Return a dashed grey line for each of these layers whose limit of infinite width is known."""
     found = drawable(limit, key) if limit else None
     if found is None:
         return []

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,10 +78,8 @@ def need_plotly(what: str) -> None:
     Raises:
         ImportError: it is not installed.
     """
-    try:
-        import plotly  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError:
-        raise ImportError(f'{what} needs plotly: pip install "spectral-monitor[plots]"') from None
+    if find_spec("plotly") is None:
+        raise ImportError(f'{what} needs plotly: pip install "spectral-monitor[plots]"')
 
 
 def script_json(value: Any) -> str:

@@ -43,12 +43,7 @@ def contents(sections: Iterable[tuple[str, str]]) -> str:
 
 
 def bar(table: Mapping[str, Any], families: bool) -> str:
-    """Return the controls that stay in sight.
-
-    Args:
-        table: as :func:`by_step` returns it.
-        families: whether there are any, to be switched to single layers.
-    """
+    """Return the controls that stay in sight; families, if there are any, can be switched to single layers."""
     parts = [
         '<label>Find <input type="search" id="search" placeholder="layer, such as attn.q_proj" '
         'autocomplete="off" spellcheck="false"></label><output id="found" for="search"></output>'
@@ -66,12 +61,7 @@ def bar(table: Mapping[str, Any], families: bool) -> str:
 
 
 def by_step(measurements: Sequence[Measurement], now: Measurement, keys: Sequence[str]) -> dict[str, Any]:
-    """Return what the table says at every step that the slider stops at.
-
-    Args:
-        measurements: the whole run.
-        now: the one that the page is written for; it is among the steps.
-        keys: quantities that have a column.
+    """Return what the table says at every step that the slider stops at, ``now`` among them.
 
     Returns:
         ``steps``; ``now``, the place of its step; ``rows``, the layers; ``columns``, key -> step -> layer -> number;
@@ -146,8 +136,6 @@ def loss_words(about: RunFacts) -> str:
 
 def glossary(keys: Iterable[str]) -> str:
     """Return the terms of the page and the quantities that it shows, in one list."""
-    terms = [f"<dt>{escaped(term)}</dt><dd>{escaped(meaning)}</dd>" for term, meaning in TERMS.items()]
-    for key in keys:
-        meaning, formula = QUANTITIES[key].meaning, QUANTITIES[key].notation
-        terms.append(f"<dt>{escaped(key)}</dt><dd>{escaped(meaning)} ({escaped(formula)})</dd>")
+    meanings = TERMS | {key: f"{QUANTITIES[key].meaning} ({QUANTITIES[key].notation})" for key in keys}
+    terms = [f"<dt>{escaped(term)}</dt><dd>{escaped(meaning)}</dd>" for term, meaning in meanings.items()]
     return f'<section id="glossary"><h2>Glossary</h2><dl>{"".join(terms)}</dl></section>'

@@ -148,13 +148,9 @@ def _judged(measurements: Sequence[Measurement]) -> Measurement:
 
 
 def _header(told: Measurement, measurements: Sequence[Measurement], now: Measurement, links: str) -> str:
-    """Return the answer, the worst roots and the numbers of the whole network.
+    """Return the answer that ``told`` gives, the worst roots and the numbers of the whole network.
 
-    Args:
-        told: the measurement that gives the answer.
-        measurements: the whole run.
-        now: the one that pictures and tables are of.
-        links: to the sections below.
+    Pictures and tables below are of ``now``; ``links`` lead to the sections.
     """
     last, (answer, *more) = measurements[-1], headlines(told)
     said = [f"<p>{escaped(line)}</p>" for line in more]

@@ -36,9 +36,7 @@ MAX_OPEN_CHARTS = 24
 def layout(layers: tuple[LayerInfo, ...], tags: Collection[str]) -> Layout:
     """Return the charts for what there is to show, as TensorBoard's protocol buffer; no category is empty.
 
-    Args:
-        layers: of the measurements.
-        tags: of all numbers so far.
+    ``tags``: of all numbers so far.
     """
     from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Layout
 
@@ -124,13 +122,7 @@ def _limits(key: str, tags: Collection[str]) -> list[str]:
 
 
 def _pattern(key: str, names: Sequence[str], rest: str) -> str:
-    """Return a regular expression for a quantity of some layers, and of no others.
-
-    Args:
-        key: of the quantity.
-        names: of layers or families.
-        rest: an expression for what follows a name.
-    """
+    """Return a regular expression for a quantity of these layers or families alone; ``rest`` follows a name."""
     found = "|".join(map(re.escape, names))
     return re.escape(f"{group(key)}/") + (f"(?:{found})" if len(names) > 1 else found) + f"{rest}$"
 

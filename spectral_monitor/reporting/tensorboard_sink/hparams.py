@@ -21,14 +21,9 @@ MAX_EVENTS = 200
 
 
 def merge(logdir: str, metrics: Sequence[str]) -> bool:
-    """Add metrics to the hyperparameters of a run, if there are any yet.
+    """Add metrics, tags of scalars whose last values are shown, to the hyperparameters of a run, if there are any yet.
 
-    Args:
-        logdir: of the run; what was written to it must have been flushed.
-        metrics: tags of scalars, whose last values are shown.
-
-    Returns:
-        Whether there were hyperparameters.
+    What was written to the run must have been flushed. Return whether there were hyperparameters.
 
     Raises:
         OSError: the folder cannot be written to.

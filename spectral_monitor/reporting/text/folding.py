@@ -45,7 +45,6 @@ def rows(measurement: Measurement, ratios: Sequence[float], folded: bool = True)
     """Return the rows of a measurement: every root and below it what follows from it, then all other layers.
 
     Args:
-        measurement: with L layers.
         ratios: (L,), every layer against its typical value, NaN where that is not known.
         folded: whether what says little by itself shares a row.
     """
@@ -77,7 +76,9 @@ class _Rows:
         if self.folded and len(rest) > MAX_ROWS_OF_CAUSE:
             found.append(self._fold(rest, "off", OFF, "other causes"))
         else:
-            found += [self._row(name, OFF, self.verdicts.get(name), self._why(name)) for name in rest]
+            states = self.measurement.states
+            whys = {name: states[name].reason if name in states else "" for name in rest}
+            found += [self._row(name, OFF, self.verdicts.get(name), why) for name, why in whys.items()]
         if self.folded and len(self.measurement.roots) > MAX_ROOTS:
             found += self._following("", list(follow))
         else:  # roots that were lifted at this very step
@@ -167,10 +168,6 @@ class _Rows:
 
     def _fold(self, names: Sequence[str], label: str, state: str, what: str = "") -> Row:
         return Row(tuple(self.place[name] for name in names), f"+{len(names)} {label}", state, what=what)
-
-    def _why(self, name: str) -> str:
-        state = self.measurement.states.get(name)
-        return "" if state is None else state.reason
 
     def label(self, name: str) -> str:
         """Return what a layer is called: in full where nothing is folded."""

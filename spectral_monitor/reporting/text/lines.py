@@ -116,9 +116,7 @@ def printable(text: str) -> str:
 def unmeasured_lines(reasons: Sequence[tuple[str, str]], names: Callable[[list[str]], str]) -> list[str]:
     """Return how many parameters are not measured, and a line for each reason with those it holds for.
 
-    Args:
-        reasons: name of a parameter and reason.
-        names: puts the names that share a line into words.
+    ``reasons``: name of a parameter and reason; ``names`` puts the names that share a line into words.
     """
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons:
@@ -130,9 +128,7 @@ def unmeasured_lines(reasons: Sequence[tuple[str, str]], names: Callable[[list[s
 def aligned(columns: Sequence[Column], width: int | None = None) -> list[str]:
     """Return a line of titles and those of each row, columns two spaces apart; text to the left, numbers to the right.
 
-    Args:
-        columns: of equal length.
-        width: characters of a line, for which a last column of long text is wrapped; ``None``: no limit.
+    A last column of long text is wrapped to the width; ``None``: no limit.
     """
     if not columns:
         return []

@@ -60,9 +60,6 @@ def verdict_markdown(measurement: Measurement) -> str:
 def questions_markdown(shown: Collection[str]) -> str:
     r"""Return the questions that some quantities answer, how to read them, and what each quantity is.
 
-    Args:
-        shown: keys of quantities.
-
     Example:
         >>> question, reading, rows = questions_markdown(["lr"]).split("\n\n")
         >>> print(question)

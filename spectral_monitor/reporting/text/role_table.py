@@ -32,7 +32,6 @@ def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
     """Return a row for each matrix; below, what is not measured and why.
 
     Args:
-        anatomy: of a model.
         folded: whether equal places of the blocks share a row, in networks of more than 16 matrices.
         when: at which steps is measured, in words.
     """

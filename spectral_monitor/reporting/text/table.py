@@ -42,7 +42,6 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
     Biases and gains are measured too, but have a row only if they have a verdict.
 
     Args:
-        measurement: what is shown.
         folded: whether layers that follow from a root share a row. In a network of many layers, so do healthy layers
             close to typical, and layers that were not judged for the same reason.
     """
@@ -133,12 +132,10 @@ def summary_line(measurement: Measurement) -> str:
         parts.append(f"output alignment {number(s['final_layer_alignment'])}")
     if "loss_change_predicted" in s:
         predicted = number(s["loss_change_predicted"])
-        known = "loss_change" in s
-        parts.append(
-            f"loss change {number(s['loss_change'])} (predicted {predicted})"
-            if known
-            else f"predicted loss change {predicted}"
-        )
+        if "loss_change" in s:
+            parts.append(f"loss change {number(s['loss_change'])} (predicted {predicted})")
+        else:
+            parts.append(f"predicted loss change {predicted}")
     if s.get("feature_error", 0.0) > DOUBTFUL:
         parts.append(f"dh/h of few samples, off by up to {100 * s['feature_error']:.0f} %")
     if s.get("skipped_updates"):

@@ -29,12 +29,7 @@ COLUMNS = (
 
 
 def charts(history: History, asked: Sequence[str] = ()) -> dict[str, Any]:
-    """Return key -> a chart of lines over steps, for each question with an answer and each quantity asked for.
-
-    Args:
-        history: the measurements.
-        asked: quantities that a user has named.
-    """
+    """Return key -> a chart of lines over steps, for each question with an answer and each quantity asked for."""
     import wandb
 
     found = {}
@@ -90,12 +85,9 @@ def verdict_table(measurement: Measurement) -> Any:
         row = root.to_row() | {"step": measurement.step, "for steps": root.steps, "what to do": root.sentence}
         row |= {VS_TYPICAL: root.ratio, "same cause": len(named_by(root))}
         row |= {"disturbs": len(followers(root, measurement))}
-        table.add_data(*(None if _is_nan(row[column]) else row[column] for column in COLUMNS))
+        cells = (row[column] for column in COLUMNS)
+        table.add_data(*(None if isinstance(cell, float) and math.isnan(cell) else cell for cell in cells))
     return table
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def _corrected(history: History) -> bool:
@@ -104,15 +96,10 @@ def _corrected(history: History) -> bool:
 
 
 def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
-    """Return the lines of a quantity: name of a line -> its points, step and value.
+    """Return the lines of a quantity at some places of layers: name of a line -> its points, step and value.
 
     A line for each layer if they are few. Of many, a line for each family: the geometric mean of its layers, or the
     mean of quantities that may be below 0. Each layer that a root verdict names now has a line too, the worst first.
-
-    Args:
-        history: the measurements.
-        quantity: a key of them.
-        rows: places of the layers.
 
     Example:
         >>> import torch

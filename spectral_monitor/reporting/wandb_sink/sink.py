@@ -212,15 +212,13 @@ class _Alerts:
         ended = sorted(self._open - still) if count.judged else []
         self._open -= set(ended)
         for root, subjects in roots:
-            known = not self._open.isdisjoint(subjects)
-            if not known and all(
-                now - self._told.get(subject, -math.inf) >= SECONDS_BETWEEN_ALERTS for subject in subjects
-            ):
+            if self._open.isdisjoint(subjects):
+                last = max(self._told.get(subject, -math.inf) for subject in subjects)
+                if now - last < SECONDS_BETWEEN_ALERTS:
+                    continue
                 self._told |= dict.fromkeys(subjects, now)
-                known = True
                 self._begins(root, measurement)
-            if known:
-                self._open |= set(subjects)
+            self._open |= set(subjects)
         if ended:
             self._send(
                 "INFO", ended, "healthy again", f"step {measurement.step}: {some(ended, MAX_NAMES)} healthy again"

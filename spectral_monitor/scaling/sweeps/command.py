@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from spectral_monitor.parametrization.catalogue import PARAMETRIZATIONS
+from spectral_monitor.reporting.heatmap import can_draw
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.storage import part_path
 from spectral_monitor.scaling.sweeps.sweep import sweep
@@ -81,10 +82,8 @@ def _in_flags(text: str) -> str:
 
 def _check_figure(path: Path) -> None:
     """Refuse, before anything is trained, a figure that cannot be written."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ImportError('--figure needs matplotlib: pip install "spectral-monitor[plots]"') from None
+    if not can_draw():
+        raise ImportError('--figure needs matplotlib: pip install "spectral-monitor[plots]"')
     if path.suffix not in (".png", ".pdf", ".svg") or not path.parent.is_dir():
         raise ValueError(f"cannot write {str(path)!r}: give --figure a .png, .pdf or .svg in a folder that is there")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -41,11 +41,11 @@ class WidthLimit:
 
     layer: str
     quantity: str
-    value: float
-    low: float
-    high: float
-    distances: Mapping[int, float]
-    fit: Fit
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    distances: Mapping[int, float] = field(default_factory=dict)
+    fit: Fit = field(default_factory=lambda: Fit(reason="no values"))
     reason: str = ""
 
     @property
@@ -53,8 +53,7 @@ class WidthLimit:
         """The distance of the widest networks from the limit, in words.
 
         Example:
-            >>> none = fit_slope([], [])
-            >>> WidthLimit("0", "feature_change", 0.5, 0.5, 0.5, {64: 0.1, 512: 0.037}, none).sentence
+            >>> WidthLimit("0", "feature_change", 0.5, 0.5, 0.5, {64: 0.1, 512: 0.037}).sentence
             'at width 512 feature_change of 0 is within 4 % of its limit'
         """
         if self.reason:
@@ -84,15 +83,9 @@ def checked_limit(limit: How | None, axis: str, recipe: SweepConfig, depths: Any
 
 
 def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[int, Point | str]:
-    """Return, for each seed, a twin trained on its data and measured by the same probe, as at infinite width.
+    """Return seed -> a twin trained on its data and measured by the same probe, or why there is no limit.
 
-    Args:
-        recipe: of the sweep.
-        width: of a module to read the shapes from.
-        seeds: of the data.
-
-    Returns:
-        seed -> point, or why there is no limit.
+    ``width``: of a module to read the shapes from.
 
     Raises:
         SweepError: the module has no exact limit.
@@ -127,32 +120,28 @@ def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[
     return found
 
 
-def limits_of(result: SweepResult) -> dict[tuple[str, str], WidthLimit]:
-    """Return the limit of every layer and quantity of a sweep."""
-    return {} if result.limit is None else {(s.layer, s.quantity): _limit(result, s) for s in result.slopes}
-
-
-def _limit(result: SweepResult, slope: Slope) -> WidthLimit:
+def limit_of(result: SweepResult, slope: Slope) -> WidthLimit:
+    """Return the limit of the layer and quantity that a slope of a sweep is of."""
     layer, quantity, seeds = slope.layer, slope.quantity, list(dict.fromkeys(key.seed for key in result.keys))
     found = {(p.key.width, p.key.seed): _value(p, result.step, quantity, layer) for p in result.points if not p.failure}
     rows = {seed: [found.get((width, seed), math.nan) for width in slope.sizes] for seed in seeds}
     if result.limit == "exact":
         whys = {why for why in result.exact.values() if isinstance(why, str)}
         if whys:
-            return _none(layer, quantity, whys.pop())
+            return WidthLimit(layer, quantity, reason=whys.pop())
         goals = {s: _value(p, result.step, quantity, layer) for s, p in result.exact.items() if isinstance(p, Point)}
         value = low = high = math.fsum(goals.values()) / len(goals)
         if math.isnan(value):
             point = next(p for p in result.exact.values() if isinstance(p, Point))
             measured = point.at(result.step)
             why = "" if measured is None else measured.why(quantity, layer)
-            return _none(layer, quantity, why or point.failure or "no value at infinite width")
+            return WidthLimit(layer, quantity, reason=why or point.failure or "no value at infinite width")
     else:
         if not slope.fit.reason and (slope.fit.low > FLAT or slope.fit.high < -FLAT):
-            return _none(layer, quantity, f"it {slope.behaviour}")
+            return WidthLimit(layer, quantity, reason=f"it {slope.behaviour}")
         fitted = extrapolate(slope.sizes, list(rows.values()))
         if fitted.reason:
-            return _none(layer, quantity, fitted.reason)
+            return WidthLimit(layer, quantity, reason=fitted.reason)
         goals, value, low, high = dict.fromkeys(seeds, fitted.value), fitted.value, fitted.low, fitted.high
     apart = [[abs(q - goals[seed]) for q in row] for seed, row in rows.items()]
     means = {}
@@ -161,7 +150,7 @@ def _limit(result: SweepResult, slope: Slope) -> WidthLimit:
         if known and value:
             means[width] = abs(math.fsum(known) / len(known) / value)
     if not means:
-        return _none(layer, quantity, "no values")
+        return WidthLimit(layer, quantity, reason="no values")
     return WidthLimit(layer, quantity, value, low, high, means, fit_slope(slope.sizes, apart))
 
 
@@ -171,10 +160,6 @@ def _value(point: Point, step: int, quantity: str, layer: str) -> float:
     if measurement is None or layer not in {info.name for info in measurement.layers}:
         return math.nan
     return measurement.value(quantity, layer)
-
-
-def _none(layer: str, quantity: str, reason: str) -> WidthLimit:
-    return WidthLimit(layer, quantity, math.nan, math.nan, math.nan, {}, fit_slope([], []), reason)
 
 
 def limit_sentences(result: SweepResult) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from spectral_monitor.parametrization.param_groups import Family
 from spectral_monitor.parametrization.prediction import Axis, predict
 from spectral_monitor.reporting.content.families import family_of
 from spectral_monitor.scaling.sweeps.figure import sweep_figure
-from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limits_of
+from spectral_monitor.scaling.sweeps.limit import How, WidthLimit, limit_of
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.slope import Slope
 from spectral_monitor.scaling.sweeps.table import sweep_table
@@ -53,7 +54,7 @@ class SweepResult:
     @cached_property
     def limits(self) -> dict[tuple[str, str], WidthLimit]:
         """(layer, quantity) -> its limit of infinite width; empty where none was asked for."""
-        return limits_of(self)
+        return {} if self.limit is None else {(s.layer, s.quantity): limit_of(self, s) for s in self.slopes}
 
     @property
     def off(self) -> tuple[Slope, ...]:
@@ -168,7 +169,7 @@ class _Group:
         sign = -1.0 if finite and max(finite) < 0 else 1.0
         rows = [[sign * found[size, seed][0] for size in self.sizes] for seed in self.seeds]
         if finite and min(finite) < 0 < max(finite):
-            fit = Fit(math.nan, math.nan, math.nan, (), "", "it is positive at some points and negative at others")
+            fit = Fit(reason="it is positive at some points and negative at others")
         else:
             fit = fit_slope(self.sizes, rows)
         if not finite:
@@ -273,9 +274,7 @@ class _Group:
 
 def _geometric_mean(values: Sequence[float]) -> float:
     """Return the geometric mean; NaN of nothing, and of values that are not all positive."""
-    if not values or min(values) <= 0:
-        return math.nan
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
+    return statistics.geometric_mean(values) if values and min(values) > 0 else math.nan
 
 
 def labels(infos: Mapping[int, Sequence[LayerInfo]], axis: str) -> dict[int, dict[str, str]]:

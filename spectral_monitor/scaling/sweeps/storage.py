@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.layer_position import LayerPosition
-from spectral_monitor.reporting.files.json_values import is_torn, layers_from, plain, value_of
+from spectral_monitor.reporting.files.json_values import is_torn, plain, read_as, value_of
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.point import Point, RunKey
 
@@ -41,7 +41,7 @@ def append(path: Path, point: Point, settings: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         torn = "\n" if is_torn(file) else ""
-        row = json.dumps(_row(point, settings), separators=(",", ":"), allow_nan=False)
+        row = json.dumps(plain(_row(point, settings)), separators=(",", ":"), allow_nan=False)
         file.write(f"{torn}{START}{row[1:]}\n".encode())
 
 
@@ -88,8 +88,8 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
     measurements = [
         {
             "step": m.step,
-            "values": {key: [plain(x) for x in column.tolist()] for key, column in m.values.items()},
-            "summary": {key: plain(x) for key, x in m.summary.items()},
+            "values": {key: column.tolist() for key, column in m.values.items()},
+            "summary": m.summary,
             "reasons": m.reasons,
         }
         for m in point.measurements
@@ -98,7 +98,7 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
         "settings": settings,
         **point.key._asdict(),
         "failure": point.failure,
-        "losses": [plain(loss) for loss in point.losses],
+        "losses": point.losses,
         "layers": [asdict(info) for info in point.layers],
         "places": {name: asdict(place) for name, place in point.places.items()},
         "measurements": measurements,
@@ -106,7 +106,7 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _point(row: Mapping[str, Any]) -> Point:
-    layers = layers_from(row["layers"])
+    layers = read_as(tuple[LayerInfo, ...], row["layers"])
     measurements = tuple(
         Measurement(
             step=m["step"],

@@ -175,12 +175,10 @@ def sweep(
             advance(point.key)
     ordered = sorted(keys, key=lambda key: (key.depth or 0, key.width, key.seed))
     result = evaluated(recipe, ordered, points.values(), axis, recipe.at[-1])
-    exact = (
-        exact_points(recipe, ordered[0].width, [*dict.fromkeys(key.seed for key in ordered)])
-        if limit == "exact"
-        else {}
-    )
-    return replace(result, limit=limit, exact=exact)
+    if limit == "exact":
+        every = list(dict.fromkeys(key.seed for key in ordered))
+        result = replace(result, exact=exact_points(recipe, ordered[0].width, every))
+    return replace(result, limit=limit)
 
 
 def _keys(
@@ -216,8 +214,7 @@ def _checked(part: tuple[int, int]) -> tuple[int, int]:
 def _check_sizes(recipe: SweepConfig, keys: Sequence[RunKey], axis: str, elsewhere: bool) -> None:
     """Build the two smallest networks, before any is trained.
 
-    Args:
-        elsewhere: points do not run here, where a device may lack; an error of the factory is left to them.
+    ``elsewhere``: points do not run here, where a device may lack; an error of the factory is left to them.
 
     Raises:
         SweepError: they are the same.
