@@ -26,7 +26,7 @@ NO_GRADIENT = 10.0
 """A gradient so many eps of the largest one is rounding, as that of a shift which softmax takes no notice of."""
 RISE = 2.0
 """Factor on a multiplier, at each measurement, while its update is too small to be read, or a weight leaves zero."""
-DECAYED = 0.25
+DECAYED = 0.1
 """The largest part of an update that decay may be. In equilibrium it is half of the update's part of the weight."""
 ALL_STEPS = 1e-3
 """Momentum adds up decay over no more than a thousand steps."""
