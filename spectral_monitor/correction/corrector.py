@@ -25,7 +25,7 @@ from spectral_monitor.correction.peak_rates import Peaks, share_of
 from spectral_monitor.correction.policies import usual_multipliers
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, StepLength
-from spectral_monitor.correction.update_size import RISE, block_contributions, cancelled, observed, remnant, room
+from spectral_monitor.correction.update_size import block_contributions, cancelled, leaves_zero, observed, remnant
 from spectral_monitor.correction.wanted import WantedUpdates
 from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.layers import Layer
@@ -33,6 +33,8 @@ from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.tying import TiedLayers, contribution_blocks, units
 
+RISE = 2.0
+"""Factor on a multiplier, at each measurement, while its update is too small to be read, or a weight leaves zero."""
 STEADY, SETTLED = frozenset({"adam", "muon"}), 32
 """Kinds of optimizers whose updates do not go with the size of gradients, and steps after its first reading in which
 policy "target" finds a layer's multiplier under them.
@@ -262,7 +264,7 @@ class Corrector:
         scheduled = [rate / factor for rate, factor in zip(rates, factors, strict=True)]
         usual = geometric_median(rate for rate, x in zip(scheduled, seen, strict=True) if x > 0)
         aims = [one * rate / m.rate for one, rate, m in zip(wanted, rates, self._multipliers, strict=True)]
-        rooms = room(measurement, places, aims, found) if self.correction.policy == "target" else [math.inf] * len(aims)
+        opens = self.correction.policy == "target" and leaves_zero(measurement, places, aims)
         changes = self._clip.update(measurement)
         for k, (i, layer) in enumerate(zip(places, self._leaders, strict=True)):
             name, multiplier = layer.info.name, self._multipliers[k]
@@ -275,7 +277,7 @@ class Corrector:
             if seen[k] > 0:
                 scatters = self.wanted.scatters(layer)
                 after = multiplier.right(measurement.step, seen[k], rates[k], wanted[k], scatters)
-                after = min(after, self.wanted.most(layer, wanted[k], rooms[k] * before))
+                after = min(after, self.wanted.most(layer, wanted[k], RISE * before if opens else math.inf))
             else:
                 size = remnant(measurement, quantity, layer, i, aim)
                 if not size >= 0:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import LOST, Measurement
 from spectral_monitor.parametrization.tying import TiedLayers
@@ -24,12 +23,6 @@ HALF = 1e-4
 """Eps of dtypes from which on they are called half precision."""
 NO_GRADIENT = 10.0
 """A gradient so many eps of the largest one is rounding, as that of a shift which softmax takes no notice of."""
-RISE = 2.0
-"""Factor on a multiplier, at each measurement, while its update is too small to be read, or a weight leaves zero."""
-DECAYED = 0.1
-"""The largest part of an update that decay may be. In equilibrium it is half of the update's part of the weight."""
-ALL_STEPS = 1e-3
-"""Momentum adds up decay over no more than a thousand steps."""
 OPEN = 3.0
 """So many times as large as it was a weight may be after the next step before it counts as one that leaves zero."""
 CANCELLED = 0.01
@@ -70,29 +63,6 @@ def block_contributions(
     most = max((size for size in sizes if math.isfinite(size)), default=math.nan)
     least = [(NO_GRADIENT * _eps(layers[block.leader])) ** 2 * most for block in blocks]
     return [x if size > small else math.nan for x, size, small in zip(found, sizes, least, strict=True)]
-
-
-def room(
-    measurement: Measurement, places: Sequence[int], aims: Sequence[float], settings: Sequence[Hyperparameters]
-) -> list[float]:
-    """Return by what factor each multiplier may rise at most, where updates go with gradients; infinity if by any.
-
-    Decay that is part of the gradient is a part of the update, too. Where gradients vanish, as behind a gain of 0, it
-    is most of it, and to make such an update as large as it should be would take the weights away.
-
-    Args:
-        measurement: with learning rates, and sizes of weights and updates.
-        places: layers of it.
-        aims: how large their updates should have been.
-        settings: of their optimizers.
-    """
-    doubles = RISE if leaves_zero(measurement, places, aims) else math.inf
-    found = []
-    for i, aim, its in zip(places, aims, settings, strict=True):
-        lr, weight = (float(measurement.values[key][i]) for key in ("lr", "weight_natural"))
-        decayed = 0.0 if its.decoupled else lr * its.weight_decay * weight / max(1 - its.momentum, ALL_STEPS)
-        found.append(min(doubles, DECAYED * aim / decayed) if decayed > 0 else doubles)
-    return found
 
 
 def leaves_zero(measurement: Measurement, places: Sequence[int], aims: Sequence[float]) -> bool:

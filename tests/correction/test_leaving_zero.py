@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 from torch import nn
 
 from spectral_monitor import LayerInfo, LRCorrection, Measurement, SpectralProbe
-from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.correction.smoothing import MEMORY, Tracker
-from spectral_monitor.correction.update_size import DECAYED, OPEN, leaves_zero, room
+from spectral_monitor.correction.update_size import OPEN, leaves_zero
 from tests.one_step import training_step
 
 STEPS = 60
@@ -102,40 +100,6 @@ def measured(weight, update, name="a"):
 )
 def test_a_weight_leaves_zero_while_its_next_step_makes_it_several_times_as_large(weight, update, aim, name, opens):
     assert leaves_zero(measured(weight, update, name), [0], [aim]) is opens
-
-
-@pytest.mark.parametrize(
-    ("decay", "decoupled", "momentum", "room_left"),
-    [
-        (0.0, False, 0.0, math.inf),
-        (0.1, True, 0.0, math.inf),
-        (0.1, False, 0.0, DECAYED * 0.05 / 0.006),
-        (0.1, False, 0.9, DECAYED * 0.05 / 0.06),
-    ],
-)
-def test_decay_is_a_part_of_an_update_at_most(decay, decoupled, momentum, room_left):
-    """At a rate of 0.02 decay of 0.1 takes 0.006 off a weight of norm 3 whose update should be 0.05."""
-    found = measured(3.0, 0.05)
-    values = found.values | {"lr": torch.tensor([0.02])}
-    its = Hyperparameters(weight_decay=decay, decoupled=decoupled, momentum=momentum)
-    assert room(replace(found, values=values), [0], [0.05], [its]) == [pytest.approx(room_left)]
-
-
-@pytest.mark.filterwarnings("ignore::spectral_monitor.SpectralConditionWarning")
-def test_decay_does_not_take_away_weights_without_gradients():
-    """A layer whose outputs hardly count: without the limit its rate grows until decay moves it as it should move."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    aside = nn.Linear(16, 4)
-    optimizer = torch.optim.SGD([*net.parameters(), *aside.parameters()], 0.1, momentum=0.9, weight_decay=1e-3)
-    began = float(aside.weight.norm())
-    whole = nn.ModuleList([net, aside])
-    probe = SpectralProbe(whole, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
-    for step in range(STEPS):
-        x, y = batch(step)
-        with training_step(probe, optimizer):
-            nn.functional.cross_entropy(net(x) + 1e-5 * aside(x), y).backward()
-    assert float(aside.weight.norm()) > 0.2 * began
 
 
 def test_of_what_scatters_the_mean_square_counts():
