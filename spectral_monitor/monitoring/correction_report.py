@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from spectral_monitor.correction import Change, Corrector
 from spectral_monitor.correction.policies import TRAINED
+from spectral_monitor.correction.wanted import BRANCHES
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.reporting.content.headline import names_in
 
@@ -64,15 +65,15 @@ class CorrectionReport:
         )
 
     def _depth(self) -> str:
-        """Return a line, once, on steps that are smaller because many matrices stand in a row; else nothing."""
+        """Return a line, once, on steps that are smaller because the network is deep; else nothing."""
         wanted = self._corrector.wanted
         if self._depth_told or wanted.of_depth == 1:
             return ""
         self._depth_told = True
-        return (
-            f"{wanted.in_a_row} matrices stand in a row, without residual connections or batch norms: steps have "
-            f"{wanted.of_depth:.2g} of their size"
-        )
+        seen = f"{wanted.matrices} matrices stand in a row, without residual connections or batch norms"
+        if len(wanted.branches) > BRANCHES:
+            seen = f"what {len(wanted.branches)} residual branches change adds up"
+        return f"{seen}: steps have {wanted.of_depth:.2g} of their size"
 
     def _unseen(self, measurement: Measurement) -> str:
         """Return a line, once, if the loss after a step is never known; else nothing."""

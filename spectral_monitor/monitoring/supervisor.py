@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.replay.loss_graph import embedding_scales, is_over_classes, matrices_in_a_row
+from spectral_monitor.capture.replay.loss_graph import depth_of, embedding_scales, is_over_classes
 from spectral_monitor.condition import NETWORK, Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
@@ -221,7 +221,7 @@ class Supervisor:
         if is_loss:
             self._engine.on_graph = None
         if is_over_classes(output):
-            self._corrector.wanted.in_a_row = matrices_in_a_row(output)
+            self._corrector.wanted.see_depth(depth_of(output))
             self._engine.multipliers = self._corrector.by_layer()
         if is_first:  # a loss that is reported late has no constants any more
             self._corrector.wanted.scales = embedding_scales(output)

@@ -61,6 +61,47 @@ def test_the_first_step_has_the_part_already(count, part, monkeypatch, capsys):
         assert found.values[key].tolist() == pytest.approx((usual.values[key] * part).tolist(), rel=1e-4)
 
 
+class Residual(nn.Module):
+    """A stream that so many branches join."""
+
+    def __init__(self, count, ends=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        pairs = [(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(count)]
+        self.branches = nn.ModuleList(nn.Sequential(a, nn.ReLU(), nn.Dropout(0.1), b) for a, b in pairs)
+        with torch.no_grad():
+            for _, last in pairs:
+                last.weight.mul_(ends)
+
+    def forward(self, x):
+        x = self.first(x)
+        for branch in self.branches:
+            x = x + branch(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("count", "ends", "part"),
+    [(9, 1.0, 1.0), (16, 1.0, 0.75), (36, 1.0, 0.5), (36, 0.9, 0.5), (36, 1 / 6, 1.0), (36, 0.0, 1.0)],
+)
+def test_of_many_residual_branches_steps_have_the_root_of_nine_over_their_number(count, ends, part, capsys):
+    """Where branches end in smaller weights, as with GPT-2's initialization, steps keep their size."""
+    model = Residual(count, ends)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
+    with training_step(probe, optimizer):
+        loss = over_classes(model(torch.randn(8, 16)))
+        probe.report_loss(loss)
+        loss.backward()
+    assert probe._supervisor._corrector.wanted.of_depth == pytest.approx(part)
+    line = f"what {count} residual branches change adds up: steps have {part:.2g} of their size"
+    assert (line in " ".join(capsys.readouterr().out.split())) is (part < 1)
+    resumed = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
+    resumed.load_state_dict(probe.state_dict())
+    assert resumed._supervisor._corrector.wanted.of_depth == pytest.approx(part)
+
+
 @pytest.mark.parametrize("settings", [{"size": "lr"}, {"policy": "balance", "size": "lr"}])
 def test_where_the_rate_is_the_size_depth_changes_nothing(settings, monkeypatch):
     found = corrected(12, 3, **settings).multipliers
@@ -87,10 +128,10 @@ def test_a_loss_that_is_reported_after_the_backward_pass_is_read_too():
 
 
 def test_it_goes_on_from_its_state_before_a_graph_is_seen():
-    assert '"in_a_row": 12' in json.dumps(corrected(12, 3).state_dict(), default=str)
+    assert '"depth": [12, []]' in json.dumps(corrected(12, 3).state_dict(), default=str)
     probe = corrected(12, 0, corrected(12, 3).state_dict())
     assert probe._supervisor._corrector.wanted.of_depth == pytest.approx(1 / 6)
-    assert "in_a_row" not in str(corrected(6, 3).state_dict())
+    assert "'depth'" not in str(corrected(6, 3).state_dict())
 
 
 def test_the_callback_sees_the_graph_of_the_loss_and_says_so_once(caplog):

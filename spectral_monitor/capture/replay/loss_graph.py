@@ -1,12 +1,12 @@
 """Read off the graph of a loss: inputs that went through an activation where it takes logits, say, the constants that
-a network multiplies embeddings with, and how many matrices stand in a row.
+a network multiplies embeddings with, and how deep it is.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -120,12 +120,25 @@ def embedding_scales(output: Tensor) -> dict[int, float]:
     return {rows: scales.pop() if len(scales) == 1 else 1.0 for rows, scales in found.items()}
 
 
-def matrices_in_a_row(output: Tensor) -> int:
-    """Return the least number of matrices on a way from an output back to one that takes the network's inputs.
+class Depth(NamedTuple):
+    """Depth of a network along the way from its output back to its inputs that has the fewest matrices.
+
+    Attributes:
+        matrices: on that way; 0 where none is seen, as in compiled graphs.
+        branches: the last weight of each residual branch that joins it; ``None`` where it is no parameter.
+    """
+
+    matrices: int = 0
+    branches: tuple[Tensor | None, ...] = ()
+
+
+def depth_of(output: Tensor) -> Depth:
+    """Return the least number of matrices on a way from an output back to one that takes the network's inputs, and the
+    residual branches that join that way.
 
     Residual connections are ways around matrices, so networks of residual blocks have two, at any depth: the first and
-    the last. A matrix whose outputs go into a batch norm does not count. One that is used again and again counts once,
-    and an embedding is the end of a way. It is 0 where no matrix is seen, as in compiled graphs.
+    the last. A matrix whose outputs go into a batch norm does not count, nor does a branch that ends in one. A matrix
+    that is used again and again counts once, and an embedding is the end of a way.
 
     Args:
         output: a loss, or what a model returns, with a graph.
@@ -135,8 +148,9 @@ def matrices_in_a_row(output: Tensor) -> int:
         >>> from torch import nn
         >>> first, block, last = (nn.Linear(4, 4) for _ in range(3))
         >>> x = torch.ones(2, 4)
-        >>> matrices_in_a_row(last(block(first(x)).relu())), matrices_in_a_row(last(first(x) + block(first(x))))
-        (3, 2)
+        >>> chain, residual = depth_of(last(block(first(x)).relu())), depth_of(last(first(x) + block(first(x))))
+        >>> chain.matrices, len(chain.branches), residual.matrices, len(residual.branches)
+        (3, 0, 2, 1)
     """
     first = before_shapes(output.grad_fn)
     users: dict[Any, list[Any]] = {first: []}
@@ -144,19 +158,40 @@ def matrices_in_a_row(output: Tensor) -> int:
         users.setdefault(node, []).append(consumer)
     behind = _behind_matrices(users)
     weights = {_weight_of(node) for node in users if kind_of(node) in MATRICES}
-    seen: set[Any] = set()
-    left: deque[tuple[Any, int]] = deque([(first, int(kind_of(first) in MATRICES))])
+    way: dict[Any, Any] = {}  # node -> the one that uses it, on the way with the fewest matrices
+    left: deque[tuple[Any, Any, int]] = deque([(first, None, int(kind_of(first) in MATRICES))])
     while left:  # ways that add no matrix come first, so each node is met with the fewest
-        node, passed = left.popleft()
-        if node in seen:
+        node, user, passed = left.popleft()
+        if node in way:
             continue
-        seen.add(node)
+        way[node] = user
         if kind_of(node) == "Embedding" or (kind_of(node) in MATRICES and node not in behind):
-            return min(passed, len(weights))
+            return Depth(min(passed, len(weights)), _branches(node, way, behind))
         for maker in _makers(node):
             counts = kind_of(maker) in MATRICES and kind_of(node) not in BATCH_NORMS
-            (left.append if counts else left.appendleft)((maker, passed + counts))
-    return 0
+            (left.append if counts else left.appendleft)((maker, node, passed + counts))
+    return Depth()
+
+
+def _branches(node: Any, way: Mapping[Any, Any], behind: set[Any]) -> tuple[Tensor | None, ...]:
+    """Return the last weights of what is added to the way from a node, if matrices or embeddings have made both.
+
+    A batch norm takes out how large a branch is, so branches that end in one are left out.
+    """
+
+    def made(of: Any) -> list[Any]:
+        return [maker for maker in _makers(of) if maker in behind or kind_of(maker) in (*MATRICES, "Embedding")]
+
+    found = []
+    while (user := way[node]) is not None:
+        both = made(user) if kind_of(user) == "Add" else []
+        if len(both) == 2 and not any(kind_of(maker) in BATCH_NORMS for maker in both):
+            last = both[both[0] is node]
+            while kind_of(last) not in (*MATRICES, "Embedding") and (before := made(last)):
+                last = before[0]
+            found.append(getattr(_weight_of(last), "variable", None))
+        node = user
+    return tuple(found)
 
 
 def _weight_of(node: Any) -> Any:

@@ -1,0 +1,158 @@
+"""How deep a network is, counted by hand: matrices on the way with the fewest, and branches that join it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from spectral_monitor.capture.replay.loss_graph import depth_of
+
+WIDTH = 8
+X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def chain(count, norm=nn.Identity, make=lambda: nn.Linear(WIDTH, WIDTH)):
+    layers = []
+    for _ in range(count - 1):
+        layers += [make(), norm(WIDTH), nn.ReLU()]
+    return nn.Sequential(*layers, make())
+
+
+class Around(nn.Module):
+    """Adds what a module makes of its inputs to them."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Bottleneck(nn.Module):
+    """Narrower and narrower, then wider again; a connection joins the two ends, as in a U-Net."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.inner, self.leave = nn.Linear(WIDTH, WIDTH), chain(6), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.enter(x)
+        return self.leave(torch.cat([h, self.inner(h)], 1))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("norm", [nn.Identity, nn.LayerNorm, nn.BatchNorm1d])
+def test_of_a_chain_all_count_but_those_before_a_batch_norm(count, norm):
+    assert depth_of(chain(count, norm)(X)).matrices == (1 if norm is nn.BatchNorm1d else count)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (nn.Sequential(chain(1), *(Around(chain(2)) for _ in range(5)), chain(1)), 2),
+        (nn.Sequential(Around(chain(2)), chain(3)), 5),  # inputs are no matrix, so nothing leads around the block
+        (Bottleneck(), 2),
+        (chain(4, make=lambda: weight_norm(nn.Linear(WIDTH, WIDTH))), 4),
+        (nn.Sequential(*[nn.Linear(WIDTH, WIDTH)] * 9, nn.Linear(WIDTH, 2)), 2),  # one is used nine times
+        (nn.Sequential(nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)), 2),
+    ],
+    ids=["residual", "short residual", "u-net", "weight norm", "shared", "convolution"],
+)
+def test_ways_around_and_matrices_of_other_kinds(model, count):
+    for output in (model(X), model(X.clone().requires_grad_()), model(X).square().mean()):
+        assert depth_of(output).matrices == count
+
+
+def test_the_same_in_half_precision_and_for_sequences():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert depth_of(chain(5)(X)).matrices == 5
+    assert depth_of(chain(5)(X.reshape(2, 2, WIDTH))).matrices == 5
+
+
+def test_an_embedding_ends_a_way():
+    assert depth_of(chain(3)(nn.Embedding(5, WIDTH)(torch.tensor([0, 1])))).matrices == 3
+
+
+def test_where_no_matrix_is_seen_there_is_none():
+    assert depth_of(torch.ones(3, requires_grad=True).sum()).matrices == 0
+    assert depth_of(torch.tensor(1.0)).matrices == 0
+
+
+class Block(nn.Module):
+    """A block of a transformer: attention and a perceptron, with norms in front of them or after them."""
+
+    def __init__(self, after=False):
+        super().__init__()
+        self.after = after
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv, self.proj, self.inner = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), chain(2)
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v))
+
+    def forward(self, x):
+        for norm, branch in zip(self.norms, (self.attend, self.inner), strict=True):
+            x = norm(x + branch(x)) if self.after else x + branch(norm(x))
+        return x
+
+
+class Transformer(nn.Module):
+    """A token and a position embedding, blocks, a norm and a readout."""
+
+    def __init__(self, depth, after=False):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(5, WIDTH), nn.Embedding(4, WIDTH)
+        self.blocks = nn.Sequential(*(Block(after) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = self.tokens(x) + self.positions(torch.arange(4))
+        return self.head(self.norm(self.blocks(x)))
+
+
+@pytest.mark.parametrize("depth", [1, 6])
+@pytest.mark.parametrize("after", [False, True])
+def test_each_block_of_a_transformer_has_two_branches_and_positions_are_added_too(depth, after):
+    model = Transformer(depth, after)
+    found = depth_of(model(torch.zeros(2, 4, dtype=torch.long)))
+    ends = [last for block in model.blocks for last in (block.proj.weight, block.inner[-1].weight)]
+    assert found.matrices == 1
+    assert [id(last) for last in found.branches[1:]] == list(map(id, ends))
+    assert id(found.branches[0]) in {id(model.positions.weight), id(model.tokens.weight)}
+
+
+class Biased(nn.Module):
+    """Adds what the network does not make: a parameter and the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bias = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return self.linear(x) + self.bias + x
+
+
+class Normed(nn.Module):
+    """A block of a residual network: the branch ends in a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    def forward(self, x):
+        return (x + self.branch(x)).relu()
+
+
+def test_sums_of_two_things_that_matrices_make_are_branches():
+    """Those that end in a batch norm are not, for it takes out how large they are."""
+
+    def around(block):
+        return nn.Sequential(chain(1), *(block() for _ in range(5)), chain(1))
+
+    assert len(depth_of(around(lambda: Around(chain(2)))(X)).branches) == 5
+    assert len(depth_of(around(Normed)(X)).branches) == 0
+    assert len(depth_of(Biased()(X)).branches) == 0
