@@ -70,9 +70,9 @@ class CorrectionReport:
         if self._depth_told or wanted.of_depth == 1:
             return ""
         self._depth_told = True
-        seen = f"{wanted.matrices} matrices stand in a row, without residual connections or batch norms"
-        if len(wanted.branches) > BRANCHES:
-            seen = f"what {len(wanted.branches)} residual branches change adds up"
+        seen = f"{wanted.depth.matrices} matrices stand in a row, without residual connections or batch norms"
+        if wanted.depth.branches > BRANCHES:
+            seen = f"what {wanted.depth.branches} residual branches change adds up"
         return f"{seen}: steps have {wanted.of_depth:.2g} of their size"
 
     def _unseen(self, measurement: Measurement) -> str:

@@ -221,7 +221,7 @@ class Supervisor:
         if is_loss:
             self._engine.on_graph = None
         if is_over_classes(output):
-            self._corrector.wanted.see_depth(depth_of(output))
+            self._corrector.wanted.depth = depth_of(output)
             self._engine.multipliers = self._corrector.by_layer()
         if is_first:  # a loss that is reported late has no constants any more
             self._corrector.wanted.scales = embedding_scales(output)

@@ -128,7 +128,7 @@ def test_a_loss_that_is_reported_after_the_backward_pass_is_read_too():
 
 
 def test_it_goes_on_from_its_state_before_a_graph_is_seen():
-    assert '"depth": [12, []]' in json.dumps(corrected(12, 3).state_dict(), default=str)
+    assert '"depth": [12, 0]' in json.dumps(corrected(12, 3).state_dict(), default=str)
     probe = corrected(12, 0, corrected(12, 3).state_dict())
     assert probe._supervisor._corrector.wanted.of_depth == pytest.approx(1 / 6)
     assert "'depth'" not in str(corrected(6, 3).state_dict())

@@ -125,16 +125,16 @@ class Depth(NamedTuple):
 
     Attributes:
         matrices: on that way; 0 where none is seen, as in compiled graphs.
-        branches: the last weight of each residual branch that joins it; ``None`` where it is no parameter.
+        branches: residual branches that join it.
     """
 
     matrices: int = 0
-    branches: tuple[Tensor | None, ...] = ()
+    branches: int = 0
 
 
 def depth_of(output: Tensor) -> Depth:
-    """Return the least number of matrices on a way from an output back to one that takes the network's inputs, and the
-    residual branches that join that way.
+    """Return the least number of matrices on a way from an output back to one that takes the network's inputs, and how
+    many residual branches join that way.
 
     Residual connections are ways around matrices, so networks of residual blocks have two, at any depth: the first and
     the last. A matrix whose outputs go into a batch norm does not count, nor does a branch that ends in one. A matrix
@@ -148,9 +148,8 @@ def depth_of(output: Tensor) -> Depth:
         >>> from torch import nn
         >>> first, block, last = (nn.Linear(4, 4) for _ in range(3))
         >>> x = torch.ones(2, 4)
-        >>> chain, residual = depth_of(last(block(first(x)).relu())), depth_of(last(first(x) + block(first(x))))
-        >>> chain.matrices, len(chain.branches), residual.matrices, len(residual.branches)
-        (3, 0, 2, 1)
+        >>> tuple(depth_of(last(block(first(x)).relu()))), tuple(depth_of(last(first(x) + block(first(x)))))
+        ((3, 0), (2, 1))
     """
     first = before_shapes(output.grad_fn)
     users: dict[Any, list[Any]] = {first: []}
@@ -173,25 +172,18 @@ def depth_of(output: Tensor) -> Depth:
     return Depth()
 
 
-def _branches(node: Any, way: Mapping[Any, Any], behind: set[Any]) -> tuple[Tensor | None, ...]:
-    """Return the last weights of what is added to the way from a node, if matrices or embeddings have made both.
+def _branches(node: Any, way: Mapping[Any, Any], behind: set[Any]) -> int:
+    """Return how many sums of two things that matrices or embeddings have made are on the way from a node.
 
     A batch norm takes out how large a branch is, so branches that end in one are left out.
     """
-
-    def made(of: Any) -> list[Any]:
-        return [maker for maker in _makers(of) if maker in behind or kind_of(maker) in (*MATRICES, "Embedding")]
-
-    found = []
-    while (user := way[node]) is not None:
-        both = made(user) if kind_of(user) == "Add" else []
-        if len(both) == 2 and not any(kind_of(maker) in BATCH_NORMS for maker in both):
-            last = both[both[0] is node]
-            while kind_of(last) not in (*MATRICES, "Embedding") and (before := made(last)):
-                last = before[0]
-            found.append(getattr(_weight_of(last), "variable", None))
-        node = user
-    return tuple(found)
+    count = 0
+    while node is not None:
+        makers = list(_makers(node)) if kind_of(node) == "Add" else []
+        made = [maker for maker in makers if maker in behind or kind_of(maker) in (*MATRICES, "Embedding")]
+        count += len(made) == 2 and not any(kind_of(maker) in BATCH_NORMS for maker in made)
+        node = way[node]
+    return count
 
 
 def _weight_of(node: Any) -> Any:
