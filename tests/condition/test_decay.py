@@ -84,6 +84,9 @@ def test_under_a_correction_the_rate_that_counts_is_the_corrected_one():
     (verdict,) = told(run, weight_decay=0.5)
     assert verdict.layer == "b"
     assert verdict.remedy.value == pytest.approx(0.001)  # of a rate of 0.1
+    assert (
+        "decay 0.5 of AdamW, at 10 times its learning rate by the correction, has taken its weights" in verdict.sentence
+    )
 
 
 @pytest.mark.parametrize(

@@ -285,9 +285,10 @@ def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
     done = f"has taken its weights down to {short(finding.ratio)} of the size they began with"
     if finding.quantity == "lr":
         done = f"takes away {100 * finding.ratio:.0f} % of its weights in each step"
+    by = f", at {short(row.multiplier)} times its learning rate by the correction," if row.multiplier > 1 else ""
     return Explanation(
         "decay_too_large",
-        f"weight decay {number(decay)} of {row.settings.optimizer or 'its optimizer'} {done}: "
+        f"weight decay {number(decay)} of {row.settings.optimizer or 'its optimizer'}{by} {done}: "
         + how.format(number(usual)),
         Remedy("set_weight_decay", (row.name,), usual),
     )
