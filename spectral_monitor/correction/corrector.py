@@ -264,7 +264,7 @@ class Corrector:
         scheduled = [rate / factor for rate, factor in zip(rates, factors, strict=True)]
         usual = geometric_median(rate for rate, x in zip(scheduled, seen, strict=True) if x > 0)
         aims = [one * rate / m.rate for one, rate, m in zip(wanted, rates, self._multipliers, strict=True)]
-        opens = self.correction.policy == "target" and leaves_zero(measurement, places, aims)
+        leaving = self.correction.policy == "target" and leaves_zero(measurement, places, aims)
         changes = self._clip.update(measurement)
         for k, (i, layer) in enumerate(zip(places, self._leaders, strict=True)):
             name, multiplier = layer.info.name, self._multipliers[k]
@@ -277,7 +277,7 @@ class Corrector:
             if seen[k] > 0:
                 scatters = self.wanted.scatters(layer)
                 after = multiplier.right(measurement.step, seen[k], rates[k], wanted[k], scatters)
-                after = min(after, self.wanted.most(layer, wanted[k], RISE * before if opens else math.inf))
+                after = min(after, self.wanted.most(layer, wanted[k], RISE * before if leaving else math.inf))
             else:
                 size = remnant(measurement, quantity, layer, i, aim)
                 if not size >= 0:

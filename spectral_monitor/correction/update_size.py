@@ -23,8 +23,8 @@ HALF = 1e-4
 """Eps of dtypes from which on they are called half precision."""
 NO_GRADIENT = 10.0
 """A gradient so many eps of the largest one is rounding, as that of a shift which softmax takes no notice of."""
-OPEN = 3.0
-"""So many times as large as it was a weight may be after the next step before it counts as one that leaves zero."""
+LEAVING = 3.0
+"""A weight leaves zero while the next step makes it more than so many times as large as it was."""
 CANCELLED = 0.01
 """Entries of a bias's gradient that are so small beside those of its matrix cancel out but for rounding.
 
@@ -79,7 +79,7 @@ def leaves_zero(measurement: Measurement, places: Sequence[int], aims: Sequence[
     names = [measurement.layers[i].name for i in places]
     sizes = ((float(measurement.values[key][i]) for key in ("weight_natural", "update_natural")) for i in places)
     return any(
-        update > 0 and size + update + aim > OPEN * size
+        update > 0 and size + update + aim > LEAVING * size
         for name, (size, update), aim in zip(names, sizes, aims, strict=True)
         if not name.endswith("bias")
     )

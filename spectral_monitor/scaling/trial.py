@@ -112,6 +112,7 @@ class Trial:
         factors: dict[nn.Parameter, float] = {}
 
         def rescale(layer: Layer, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            """Return outputs times the factor that makes those of all calls of a weight have RMS 1; note it."""
             weight = layer.sources[0]
             call = calls[weight, self.batch] = calls.get((weight, self.batch), 0) + 1
             size = float(F.feature_rms(output))
@@ -204,6 +205,7 @@ class Trial:
         before = [parameter.detach().clone() for parameter in parameters]
 
         def given(length: float) -> Tensor:
+            """Return the readout's inputs so far along the direction."""
             for parameter, start, along in zip(parameters, before, direction, strict=True):
                 parameter.copy_(start.add(along, alpha=length))
             with self._given(readout) as inputs:

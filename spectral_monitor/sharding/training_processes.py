@@ -60,6 +60,7 @@ def training_processes(model: nn.Module, data_parallel_rank: int | None) -> Proc
     processes = ProcessGroup(device, given if fits else 0)
 
     def check() -> None:
+        """Raise ValueError where the rank does not fit, or cannot be told."""
         if not fits:
             raise ValueError(f"data_parallel_rank must be an integer from 0 to {_count() - 1}, got {given!r}")
         if data_parallel_rank is None and (name := _ambiguous(model)):

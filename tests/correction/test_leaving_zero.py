@@ -11,7 +11,7 @@ from torch import nn
 
 from spectral_monitor import LayerInfo, LRCorrection, Measurement, SpectralProbe
 from spectral_monitor.correction.smoothing import MEMORY, Tracker
-from spectral_monitor.correction.update_size import OPEN, leaves_zero
+from spectral_monitor.correction.update_size import LEAVING, leaves_zero
 from tests.one_step import training_step
 
 STEPS = 60
@@ -87,19 +87,19 @@ def measured(weight, update, name="a"):
 
 
 @pytest.mark.parametrize(
-    ("weight", "update", "aim", "name", "opens"),
+    ("weight", "update", "aim", "name", "leaves"),
     [
         (0.0, 1e-5, 0.1, "a", True),
         (0.0, 0.0, 0.1, "a", False),  # nothing moves it
-        (0.1, 0.1, 0.99 * (OPEN - 2) * 0.1, "a", False),
-        (0.1, 0.1, 1.01 * (OPEN - 2) * 0.1, "a", True),  # the next step counts too
+        (0.1, 0.1, 0.99 * (LEAVING - 2) * 0.1, "a", False),
+        (0.1, 0.1, 1.01 * (LEAVING - 2) * 0.1, "a", True),  # the next step counts too
         (1.0, 0.1, 0.1, "a", False),
         (0.0, 1e-5, 0.1, "a.bias", False),
         (0.1, math.nan, 9.0, "a", False),
     ],
 )
-def test_a_weight_leaves_zero_while_its_next_step_makes_it_several_times_as_large(weight, update, aim, name, opens):
-    assert leaves_zero(measured(weight, update, name), [0], [aim]) is opens
+def test_a_weight_leaves_zero_while_its_next_step_makes_it_several_times_as_large(weight, update, aim, name, leaves):
+    assert leaves_zero(measured(weight, update, name), [0], [aim]) is leaves
 
 
 def test_of_what_scatters_the_mean_square_counts():

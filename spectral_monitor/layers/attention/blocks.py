@@ -155,6 +155,7 @@ def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, i
     """Yield the projections that a module holds under known names."""
 
     def held(name: str) -> int | None:
+        """Return the place of a projection among the layers; ``None`` if the module holds none of that name."""
         child = getattr(module, name, None)
         if not isinstance(child, nn.Module):
             return None

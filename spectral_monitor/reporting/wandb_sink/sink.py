@@ -213,7 +213,7 @@ class _Alerts:
         self._open -= set(ended)
         for root, subjects in roots:
             if self._open.isdisjoint(subjects):
-                last = max(self._told.get(subject, -math.inf) for subject in subjects)
+                last = max((self._told.get(subject, -math.inf) for subject in subjects), default=-math.inf)
                 if now - last < SECONDS_BETWEEN_ALERTS:
                     continue
                 self._told |= dict.fromkeys(subjects, now)
