@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, patches_of, rows_of
+from spectral_monitor.capture.row_sampling import GuardedTensor, chosen_rows, patches_of, rows_of
 from spectral_monitor.functional.kernels import sample_share
 from spectral_monitor.functional.noise import sample_products
 from spectral_monitor.functional.vector_norms import lengths
@@ -99,7 +99,6 @@ class Checks:
         self._ratios = "activation_ratio" in keys
         self._shares = "sample_share" in keys
         self._noise = "noise_scale" in keys
-        self._picker, self._samples = RowSampler(SHARE_ROWS), RowSampler(NOISE_SAMPLES)
         self._made: dict[Any, Checked] = {}
 
     def forget(self) -> None:
@@ -139,10 +138,10 @@ class Checks:
             return
         if self._shares and _is_one_matrix(layer):
             with torch.autocast(b.device.type, enabled=False):
-                checked.share = sample_share(rows, b, self._picker.choose(len(b), SHARE_ROWS, b.device))
+                checked.share = sample_share(rows, b, chosen_rows(len(b), SHARE_ROWS, b.device))
         if checked.samples and len(b) % checked.samples == 0:
             x, b = (part.unflatten(0, (checked.samples, -1)) for part in (rows, b))
-            some = self._samples.choose(checked.samples, NOISE_SAMPLES, b.device)
+            some = chosen_rows(checked.samples, NOISE_SAMPLES, b.device)
             checked.products = sample_products(x, b) if some is None else sample_products(x[some], b[some])
 
     def _source(self, x: Tensor) -> tuple[Checked | None, bool]:

@@ -13,7 +13,7 @@ from spectral_monitor.capture.records.assumption_checks import Checked
 from spectral_monitor.capture.replay.eager_pass import Arrival
 from spectral_monitor.capture.replay.feature_change import CallRows
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, concatenated
+from spectral_monitor.capture.row_sampling import GuardedTensor, chosen_rows, concatenated
 from spectral_monitor.linalg import compute_dtype
 
 
@@ -80,16 +80,16 @@ class Call:
         b = self.gradient()
         return b if b is None or self.b_sample is None else self.b_sample
 
-    def thin(self, picker: RowSampler, room: int, device: torch.device) -> None:
+    def thin(self, room: int, device: torch.device) -> None:
         """Keep at most ``room`` of the rows that were chosen, those that would have been chosen so."""
         if self.count <= room:
             return
-        index = picker.choose(self.outputs, room, device)
+        index = chosen_rows(self.outputs, room, device)
         assert index is not None
         if self.first is None:
             self._keep(self.index, index)
         else:
-            first = picker.choose(self.first, -(-room * self.first // self.outputs), device)
+            first = chosen_rows(self.first, -(-room * self.first // self.outputs), device)
             if first is not None:
                 self._keep(self.first_index, first)
                 self.first_index = first

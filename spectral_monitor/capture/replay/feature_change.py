@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
-from spectral_monitor.capture.row_sampling import RowSampler, concatenated, count_rows, rows_of
+from spectral_monitor.capture.row_sampling import chosen_rows, concatenated, count_rows, rows_of, share_of_rows
 from spectral_monitor.functional.vector_norms import lengths, row_products
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
@@ -43,11 +43,11 @@ class CallRows:
     pool: int
     again: int
 
-    def first(self, rows: int, picker: RowSampler) -> CallRows:
+    def first(self, rows: int) -> CallRows:
         """Those that are among the first ``rows`` of the call, when only these are run again."""
         if self.pool <= rows:
             return replace(self, again=rows)
-        before, _ = picker.share(self.pool, len(self.h), rows, self.pool, self.h.device)
+        before, _ = share_of_rows(self.pool, len(self.h), rows, self.pool, self.h.device)
         index = None if self.index is None else self.index[:before]
         b = None if self.b is None else self.b[:before]
         return replace(self, index=index, h=self.h[:before], b=b, pool=rows, again=rows)
@@ -57,7 +57,7 @@ Outputs = dict[int, list[CallRows]]
 """Layer index -> what is kept of each call."""
 
 
-def first_outputs(outputs: Outputs, portion: BatchSlice, picker: RowSampler) -> Outputs:
+def first_outputs(outputs: Outputs, portion: BatchSlice) -> Outputs:
     """Those of the first samples, which alone are run again.
 
     Raises:
@@ -70,7 +70,7 @@ def first_outputs(outputs: Outputs, portion: BatchSlice, picker: RowSampler) -> 
             rows = portion.rows((i, n), call.count)
             if rows is None:
                 raise ValueError(f"{call.count} rows of {portion.batch} samples")
-            found[i].append(call.first(rows, picker))
+            found[i].append(call.first(rows))
     return found
 
 
@@ -121,7 +121,6 @@ class Replay:
         self.outputs = outputs
         self.samples = samples
         self.keys = keys
-        self._picker = RowSampler(KERNEL_ROWS)
         self._changes: dict[int, list[Change | None]] = {}
         self.inputs = None if inputs is None else Replay(inputs, PARTS)
 
@@ -185,7 +184,7 @@ class Replay:
         if "feature_cancellation" in self.keys:
             change.after = lengths(new)
         if (KERNELS | PARTS) & set(self.keys):
-            kept = self._picker.choose(len(h), KERNEL_ROWS, after.device)
+            kept = chosen_rows(len(h), KERNEL_ROWS, after.device)
             old = h.to(after.device)
             # The layers that follow may work in place on what this one returned.
             change.pairs = (old, after.clone()) if kept is None else (old[kept], after[kept])

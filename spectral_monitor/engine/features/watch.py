@@ -16,7 +16,7 @@ from spectral_monitor.capture.hooks.registration import Harmless
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import Replayable
-from spectral_monitor.capture.row_sampling import Marks, RowSampler, marks
+from spectral_monitor.capture.row_sampling import Marks, chosen_rows, marks
 from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
@@ -111,7 +111,6 @@ class FeatureWatch:
         self.replays = Replays(model, wrapper, self.capture, settings, layout.compiled, warn, warn_here)
         self.readouts = Readouts(layout.anatomy)
         self._context: Context = nullcontext
-        self._picker = RowSampler(settings.max_rows)
 
     def clear(self, asked: Settings, facts: StepContext, out: RawScalars) -> None:
         """Drop what was seen, and begin a step of which ``asked`` is measured; ``facts`` are told what is missing."""
@@ -215,7 +214,7 @@ class FeatureWatch:
 
     def begin_rows(self, seen: RankReports) -> RowStage:
         """Begin to measure rows, now that all processes know of each other's."""
-        self._rows = RowStage(self._members, self._asked, seen, self._processes, self._picker, self._out)
+        self._rows = RowStage(self._members, self._asked, seen, self._processes, self._out)
         return self._rows
 
     def routine(self, rows: RowStage, outputs: Outputs) -> Coroutine[None]:
@@ -235,7 +234,8 @@ class FeatureWatch:
         rows = input_rows(self.capture.calls.get(i, ()))
         if rows is None:
             return None
-        index = self._picker.choose(len(rows), rows_worth(self._members[i].layer.layout), rows.device)
+        room = None if self._asked.max_rows is None else rows_worth(self._members[i].layer.layout)
+        index = chosen_rows(len(rows), room, rows.device)
         return rows if index is None else rows[index]
 
     def changes(
