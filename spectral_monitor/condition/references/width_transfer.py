@@ -143,11 +143,7 @@ def compare_widths(
     """
     if not {"update_natural", "lr"} <= measurement.values.keys():
         return None
-    grown: dict[str, float] = {}
-    ratios: list[float] = []
-    rates: list[float] = []
-    divisors: list[float] = []
-    chosen: list[Hyperparameters] = []
+    grown: list[tuple[str, float, float, float, float, Hyperparameters]] = []
     updates, lrs = (measurement.values[key].tolist() for key in ("update_natural", "lr"))
     for info, update, lr in zip(measurement.layers, updates, lrs, strict=True):
         if info.name not in profile.fans or not profile.covers(measurement.step, info.name):
@@ -160,16 +156,13 @@ def compare_widths(
             continue
         setting = (settings or {}).get(info.name, Hyperparameters())
         rate, ratio = lr / point.lr, update / point.update_natural
-        grown[info.name] = growth
-        ratios.append(ratio)
-        rates.append(rate)
-        divisors.append(divisor(setting.family, growth, rate, ratio))
-        chosen.append(setting)
+        grown.append((info.name, growth, ratio, rate, divisor(setting.family, growth, rate, ratio), setting))
     if not grown:
         return None
+    names, growths, ratios, rates, divisors, chosen = zip(*grown, strict=True)
     return WidthComparison(
         step=measurement.step,
-        grown=grown,
+        grown=dict(zip(names, growths, strict=True)),
         ratio=geometric_median(ratios),
         divisor=geometric_median(divisors),
         rate=geometric_median(rates),
