@@ -19,15 +19,11 @@ from spectral_monitor.state.dtensor import local_part
 
 @dataclass
 class AttentionCall:
-    """One call of an attention block, while it is under way.
+    """One call of an attention block, while it is under way."""
 
-    Attributes:
-        arguments: what the block was called with, by name.
-        tensors: ``query``, ``key``, ``value``: outputs of the projections; ``query_norm``, ``key_norm``: of what
-            normalizes them; ``output``: what attention returned, before the output projection if that is a module.
-    """
-
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # what the block was called with, by name
+    # ``query``, ``key``, ``value``: outputs of the projections; ``query_norm``, ``key_norm``: of what normalizes them;
+    # ``output``: what attention returned, before the output projection if that is a module
     tensors: dict[str, GuardedTensor] = field(default_factory=dict)
 
     def put(self, name: str, tensor: Tensor | None) -> None:

@@ -38,17 +38,11 @@ PERMUTING = frozenset({"TransposeBackward", "PermuteBackward", "TBackward"})
 
 
 class RowLengths(NamedTuple):
-    """Lengths of the rows of a tensor: of its samples' positions, in order.
+    """Lengths of the rows of a tensor: of its samples' positions, in order."""
 
-    Attributes:
-        lengths: (rows,).
-        samples: size of the first dimension, whose rows follow each other.
-        channels_first: whether features came before positions.
-    """
-
-    lengths: Tensor
-    samples: int
-    channels_first: bool
+    lengths: Tensor  # (rows,)
+    samples: int  # size of the first dimension, whose rows follow each other
+    channels_first: bool  # whether features came before positions
 
     @classmethod
     def of(cls, x: Tensor, layer: Layer) -> RowLengths:
@@ -70,26 +64,16 @@ class RowLengths(NamedTuple):
 
 @dataclass
 class Checked:
-    """Of one call of a layer.
+    """Of one call of a layer."""
 
-    Attributes:
-        output: lengths of the output's rows.
-        source: lengths of parts of the layer's output that the input was made of, entry by entry; ``None`` if it was
-            not.
-        input: the same of the input.
-        rows: the input's rows, all of them, until the gradient of the output arrives.
-        share: see :func:`~spectral_monitor.functional.sample_share`.
-        samples: of the batch, where gradients are compared sample by sample.
-        products: see :func:`~spectral_monitor.functional.noise.sample_products`.
-    """
-
-    output: RowLengths | None = None
+    output: RowLengths | None = None  # lengths of the output's rows
+    # lengths of parts of the layer's output that the input was made of, entry by entry; ``None`` if it was not
     source: Tensor | None = None
-    input: Tensor | None = None
-    rows: GuardedTensor | None = None
-    share: Tensor | None = None
-    samples: int = 0
-    products: tuple[Tensor, Tensor] | None = None
+    input: Tensor | None = None  # the same of the input
+    rows: GuardedTensor | None = None  # the input's rows, all of them, until the gradient of the output arrives
+    share: Tensor | None = None  # see :func:`~spectral_monitor.functional.sample_share`
+    samples: int = 0  # of the batch, where gradients are compared sample by sample
+    products: tuple[Tensor, Tensor] | None = None  # see :func:`~spectral_monitor.functional.noise.sample_products`
 
 
 class Checks:

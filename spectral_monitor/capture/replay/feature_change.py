@@ -25,23 +25,14 @@ PARTS = frozenset({"feature_change_inherited", "feature_change_joint"})
 
 @dataclass(frozen=True)
 class CallRows:
-    """Rows of one call that are compared with those after the step.
+    """Rows of one call that are compared with those after the step."""
 
-    Attributes:
-        index: which they are, in order; ``None`` for the first ones.
-        h: their values.
-        b: their gradients where they count.
-        count: rows the call had.
-        pool: how many of them, the first ones, these were chosen from.
-        again: rows it has to have when it is run again, the first of those it had.
-    """
-
-    index: Tensor | None
-    h: Tensor
-    b: Tensor | None
-    count: int
-    pool: int
-    again: int
+    index: Tensor | None  # which they are, in order; ``None`` for the first ones
+    h: Tensor  # their values
+    b: Tensor | None  # their gradients where they count
+    count: int  # rows the call had
+    pool: int  # how many of them, the first ones, these were chosen from
+    again: int  # rows it has to have when it is run again, the first of those it had
 
     def first(self, rows: int) -> CallRows:
         """Those that are among the first ``rows`` of the call, when only these are run again."""
@@ -76,29 +67,17 @@ def first_outputs(outputs: Outputs, portion: BatchSlice) -> Outputs:
 
 @dataclass
 class Change:
-    """The change of some rows, each tensor (rows,).
+    """The change of some rows, each tensor (rows,)."""
 
-    Attributes:
-        lengths: the norm of dh.
-        before: the norm of h.
-        inner: the inner product of dh with b; ``None`` where gradients are not available.
-        gradient: the norm of b.
-        size: entries of all these rows.
-        calls: rows of each call.
-        of: rows there are, seen or not.
-        after: the norm of h + dh, where asked for.
-        pairs: some rows of h and of h + dh, where asked for.
-    """
-
-    lengths: Tensor
-    before: Tensor
-    inner: Tensor | None
-    gradient: Tensor | None
-    size: int
-    calls: tuple[int, ...]
-    of: int
-    after: Tensor | None = None
-    pairs: tuple[Tensor, Tensor] | None = None
+    lengths: Tensor  # the norm of dh
+    before: Tensor  # the norm of h
+    inner: Tensor | None  # the inner product of dh with b; ``None`` where gradients are not available
+    gradient: Tensor | None  # the norm of b
+    size: int  # entries of all these rows
+    calls: tuple[int, ...]  # rows of each call
+    of: int  # rows there are, seen or not
+    after: Tensor | None = None  # the norm of h + dh, where asked for
+    pairs: tuple[Tensor, Tensor] | None = None  # some rows of h and of h + dh, where asked for
 
 
 class Replay:

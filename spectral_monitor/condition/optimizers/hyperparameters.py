@@ -87,15 +87,10 @@ class Hyperparameters:
 
 
 class WeightDecay(NamedTuple):
-    """Weight decay of a parameter group.
+    """Weight decay of a parameter group."""
 
-    Attributes:
-        factor: of the group; NaN where decay is part of the gradient.
-        beta1: decay of the average of gradients, of AdamW and what works like it; NaN of other optimizers.
-    """
-
-    factor: float
-    beta1: float
+    factor: float  # of the group; NaN where decay is part of the gradient
+    beta1: float  # decay of the average of gradients, of AdamW and what works like it; NaN of other optimizers
 
 
 DECOUPLED = ("adamw", "lion", "muon", "adafactor", "soap")

@@ -40,15 +40,10 @@ SETTLED = 16
 
 
 class _Steps(NamedTuple):
-    """The largest steps so far, scaled to the peak of the learning rate.
+    """The largest steps so far, scaled to the peak of the learning rate."""
 
-    Attributes:
-        fastest: relative update of the layer that moves most.
-        natural: natural norm of the update of the median layer.
-    """
-
-    fastest: float = 0.0
-    natural: float = 0.0
+    fastest: float = 0.0  # relative update of the layer that moves most
+    natural: float = 0.0  # natural norm of the update of the median layer
 
     def grown(self, rows: Sequence[Row]) -> _Steps:
         """Return the largest of these and of the present steps of some layers."""

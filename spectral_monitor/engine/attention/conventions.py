@@ -21,15 +21,10 @@ Rotation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Mask(NamedTuple):
-    """A mask on some rows of some sequences.
+    """A mask on some rows of some sequences."""
 
-    Attributes:
-        allowed: broadcasts to (sequences, heads, rows, keys).
-        bias: is added to logits; 0 where there is none.
-    """
-
-    allowed: Tensor
-    bias: Tensor
+    allowed: Tensor  # broadcasts to (sequences, heads, rows, keys)
+    bias: Tensor  # is added to logits; 0 where there is none
 
 
 class Sample(NamedTuple):

@@ -86,21 +86,13 @@ def _rows_size(rows: Tensor | None) -> _Size | None:
 
 
 class _Chosen(NamedTuple):
-    """The rows of a layer that are measured.
+    """The rows of a layer that are measured."""
 
-    Attributes:
-        first: how many of other processes come before those of this one.
-        total: how many all have.
-        rows: of this process, before choosing; ``None`` if it has none, or another speaks for it.
-        kept: those chosen of them; ``None`` for all, which may have been chosen before.
-        holders: processes that have rows of their own.
-    """
-
-    first: int
-    total: int
-    rows: Tensor | None
-    kept: Tensor | None
-    holders: int
+    first: int  # how many of other processes come before those of this one
+    total: int  # how many all have
+    rows: Tensor | None  # of this process, before choosing; ``None`` if it has none, or another speaks for it
+    kept: Tensor | None  # those chosen of them; ``None`` for all, which may have been chosen before
+    holders: int  # processes that have rows of their own
 
     def get(self) -> Tensor | None:
         """Return the chosen rows of this process."""
