@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -25,9 +25,10 @@ class Memory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, in plain types; what is as at the start is left out."""
-        start = vars(type(self)())
-        return {key: deepcopy(value) for key, value in vars(self).items() if value != start[key]}
+        now = {one.name: (getattr(self, one.name), getattr(type(self)(), one.name)) for one in fields(self)}
+        return {key: deepcopy(value) for key, (value, start) in now.items() if value != start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, which may hold more; what it lacks, if an older version saved it, is as at the start."""
-        vars(self).update({key: deepcopy(state.get(key, value)) for key, value in vars(type(self)()).items()})
+        for one in fields(self):
+            setattr(self, one.name, deepcopy(state.get(one.name, getattr(type(self)(), one.name))))
