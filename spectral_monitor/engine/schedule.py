@@ -129,11 +129,7 @@ class Timetable:
 
     def due(self, step: int) -> frozenset[str]:
         """Return what is measured at a step, counted from 1; nothing at most of them."""
-        found: frozenset[str] = frozenset()
-        for schedule, keys in self.groups.items():
-            if schedule.due(step):
-                found |= keys
-        return found
+        return frozenset[str]().union(*(keys for schedule, keys in self.groups.items() if schedule.due(step)))
 
     def with_key(self, key: str) -> tuple[Schedule, frozenset[str]]:
         """Return the schedule of a measured key, and all keys that share it."""
