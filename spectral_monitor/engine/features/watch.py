@@ -46,27 +46,17 @@ from spectral_monitor.sharding import ProcessGroup
 
 @dataclass
 class WatchedForward:
-    """The forward of the step as one process has seen it, when the step is over.
+    """The forward of the step as one process has seen it, when the step is over."""
 
-    Attributes:
-        outputs: layer index -> its outputs in the step.
-        again: how the forward can be run again; ``None`` if it cannot, for the reason ``no_replay``.
-        loss: that it had; ``None`` if it is not known.
-        begun: the loss that the backward pass began with; ``None`` if it is not known.
-        part: whether the first samples will do where it is run again.
-        whole: whether all that led to the loss can be run again.
-        layers, prints: the report on each layer, and hashes of its outputs' rows.
-    """
-
-    layers: list[LayerObservation]
-    prints: Tensor
-    outputs: Outputs = field(default_factory=dict)
-    again: Replayable | None = None
-    no_replay: str = ""
-    loss: Tensor | None = None
-    begun: Tensor | None = None
-    part: float = NO
-    whole: bool = False
+    layers: list[LayerObservation]  # the report on each layer
+    prints: Tensor  # hashes of its outputs' rows
+    outputs: Outputs = field(default_factory=dict)  # layer index -> its outputs in the step
+    again: Replayable | None = None  # how the forward can be run again; ``None`` if it cannot
+    no_replay: str = ""  # why it cannot
+    loss: Tensor | None = None  # that it had; ``None`` if it is not known
+    begun: Tensor | None = None  # the loss that the backward pass began with; ``None`` if it is not known
+    part: float = NO  # whether the first samples will do where it is run again
+    whole: bool = False  # whether all that led to the loss can be run again
 
     @classmethod
     def of(cls, layers: int) -> WatchedForward:
