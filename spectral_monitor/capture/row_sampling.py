@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,36 +24,28 @@ def sample_size(features: int) -> int:
     return max(SAMPLE_ROWS, SAMPLE_ENTRIES // max(features, 1))
 
 
-class RowSampler:
-    """A fixed choice of rows: which of ``count`` rows are kept depends on ``count`` alone.
+def chosen_rows(count: int, room: int | None, device: torch.device) -> Tensor | None:
+    """Return sorted indices of the rows to keep, at most ``room``; ``None`` for all of them.
 
-    So the rows of a layer's inputs, outputs, gradients and outputs after the step are of the same samples, and several
-    processes choose together what one would that had all rows.
+    The choice depends on ``count`` alone. So the rows of a layer's inputs, outputs, gradients and outputs after the
+    step are of the same samples, and several processes choose together what one would that had all rows.
     """
+    return share_of_rows(count, room, 0, count, device)[1]
 
-    def __init__(self, max_rows: int | None) -> None:
-        self.max_rows = max_rows
-        self._shares: dict[tuple[int, int, int, int, torch.device], tuple[int, Tensor]] = {}
 
-    def choose(self, count: int, room: int, device: torch.device) -> Tensor | None:
-        """Sorted indices of the rows to keep, at most ``room``; ``None`` for all of them."""
-        return self.share(count, room, 0, count, device)[1]
-
-    def share(self, count: int, room: int, first: int, last: int, device: torch.device) -> tuple[int, Tensor | None]:
-        """Return how many of the rows to keep come before row ``first``, and which rows from there up to ``last`` are
-        kept, counted from ``first``; ``None`` for all of them.
-        """
-        if self.max_rows is None or count <= room:
-            return first, None
-        key = (count, room, first, last, device)
-        if key not in self._shares:
-            if len(self._shares) >= 64:  # batch shapes that vary without end must not fill the memory
-                self._shares.clear()
-            generator = torch.Generator().manual_seed(count)
-            index = torch.randperm(count, generator=generator, device="cpu")[:room].sort().values
-            before, end = torch.searchsorted(index, torch.tensor([first, last])).tolist()
-            self._shares[key] = before, (index[before:end] - first).to(device)
-        return self._shares[key]
+@lru_cache(maxsize=64)  # batch shapes that vary without end must not fill the memory
+def share_of_rows(
+    count: int, room: int | None, first: int, last: int, device: torch.device
+) -> tuple[int, Tensor | None]:
+    """Return how many of the rows to keep come before row ``first``, and which rows from there up to ``last`` are kept,
+    counted from ``first``; ``None`` for all of them.
+    """
+    if room is None or count <= room:
+        return first, None
+    generator = torch.Generator().manual_seed(count)
+    index = torch.randperm(count, generator=generator, device="cpu")[:room].sort().values
+    before, end = torch.searchsorted(index, torch.tensor([first, last])).tolist()
+    return before, (index[before:end] - first).to(device)
 
 
 def rows_of(x: Tensor, channels_first: bool, spatial: int, index: Tensor | None = None) -> Tensor:

@@ -48,33 +48,20 @@ _MOVES = ("update_natural", "update_fro", "update_norm", "contribution")
 
 @dataclass(frozen=True)
 class Finding:
-    """A value, its reference and the healthy range of their ratio.
+    """A value, its reference and the healthy range of their ratio."""
 
-    Attributes:
-        check: name of the check, such as ``"dead"`` or ``"exploding"``.
-        layer: name of the layer.
-        quantity: the measured quantity.
-        value: its value.
-        reference: where the value should be.
-        band: healthy range of value over reference.
-        scale: factor beyond the band that is evidence enough by itself; :data:`AT_ONCE` if any is.
-        against: the reference in words.
-        lr: learning rate of the reference; NaN if it has none.
-        layers: the layers it is about, if that is neither one layer nor the whole network; else empty.
-        measured: False if the value stands for yes or no, and is not to be shown.
-    """
-
-    check: str
+    check: str  # name of the check, such as ``"dead"`` or ``"exploding"``
     layer: str
     quantity: str
     value: float
-    reference: float
-    band: Band
-    scale: float = 2.0
-    against: str = "typical"
-    lr: float = math.nan
+    reference: float  # where the value should be
+    band: Band  # healthy range of value over reference
+    scale: float = 2.0  # factor beyond the band that is evidence enough by itself; :data:`AT_ONCE` if any is
+    against: str = "typical"  # the reference in words
+    lr: float = math.nan  # learning rate of the reference; NaN if it has none
+    # the layers it is about, if that is neither one layer nor the whole network; else empty
     layers: tuple[str, ...] = ()
-    measured: bool = True
+    measured: bool = True  # False if the value stands for yes or no, and is not to be shown
 
     @property
     def ratio(self) -> float:

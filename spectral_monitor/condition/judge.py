@@ -37,23 +37,14 @@ OF_NO_SIZE = frozenset({"rate", "vector_rate", "dead", "left_out", "logits_explo
 
 @dataclass
 class _Record:
-    """One check of one layer over time.
+    """One check of one layer over time."""
 
-    Attributes:
-        quantity: the quantity it looks at; measurements without it do not count.
-        since: step at which it was first outside its band.
-        evidence: sum of the evidence for a verdict.
-        outside: number of measurements outside the band since then.
-        flagged: whether the evidence makes a verdict.
-        missing: number of consecutive measurements without a value.
-    """
-
-    quantity: str
-    since: int
-    evidence: float = 0.0
-    outside: int = 0
-    flagged: bool = False
-    missing: int = 0
+    quantity: str  # the quantity it looks at; measurements without it do not count
+    since: int  # step at which it was first outside its band
+    evidence: float = 0.0  # sum of the evidence for a verdict
+    outside: int = 0  # number of measurements outside the band since then
+    flagged: bool = False  # whether the evidence makes a verdict
+    missing: int = 0  # number of consecutive measurements without a value
 
 
 class Judge:

@@ -47,41 +47,27 @@ READ_SIZE = 0.2
 
 @dataclass(frozen=True)
 class Network:
-    """All layers at one measurement.
-
-    Attributes:
-        step: step of the measurement.
-        rows: matrices that are judged.
-        vectors: biases and gains by name.
-        compared: names of the layers that may be compared with others.
-        from_zero: names of the layers that began at zero.
-        expected: layer -> factor on its learning rate that the user has declared.
-        fresh: whether weights began as drawn at random, not as an earlier training left them.
-        new: layers that began as drawn at random although the network did not.
-        thawed: layers that were frozen at an earlier measurement.
-        largest_steps: layer -> its largest relative update so far that a gradient caused, at the peak of its
-            learning rate; 0 before there was one.
-        initial_sizes: layer -> gain of its weights over the usual one when it was first measured; for an
-            embedding, the size of its largest row.
-        loss: loss of the step; NaN if it is not known.
-        clip_factor: size of gradients after clipping over that before; 1 if it is not known.
-        forgotten: parameters other than matrices that get gradients but that no optimizer holds.
-    """
+    """All layers at one measurement."""
 
     step: int
-    rows: tuple[Row, ...]
-    vectors: Mapping[str, Row] = field(default_factory=dict)
-    compared: frozenset[str] = frozenset()
-    from_zero: frozenset[str] = frozenset()
+    rows: tuple[Row, ...]  # matrices that are judged
+    vectors: Mapping[str, Row] = field(default_factory=dict)  # biases and gains by name
+    compared: frozenset[str] = frozenset()  # names of the layers that may be compared with others
+    from_zero: frozenset[str] = frozenset()  # names of the layers that began at zero
+    # layer -> factor on its learning rate that the user has declared
     expected: Mapping[str, float] = field(default_factory=dict)
-    fresh: bool = True
-    new: frozenset[str] = frozenset()
-    thawed: frozenset[str] = frozenset()
+    fresh: bool = True  # whether weights began as drawn at random, not as an earlier training left them
+    new: frozenset[str] = frozenset()  # layers that began as drawn at random although the network did not
+    thawed: frozenset[str] = frozenset()  # layers that were frozen at an earlier measurement
+    # layer -> its largest relative update so far that a gradient caused, at the peak of its learning rate; 0 before
+    # there was one
     largest_steps: Mapping[str, float] = field(default_factory=dict)
+    # layer -> gain of its weights over the usual one when it was first measured; for an embedding, the size of its
+    # largest row
     initial_sizes: Mapping[str, float] = field(default_factory=dict)
-    loss: float = math.nan
-    clip_factor: float = 1.0
-    forgotten: tuple[str, ...] = ()
+    loss: float = math.nan  # loss of the step; NaN if it is not known
+    clip_factor: float = 1.0  # size of gradients after clipping over that before; 1 if it is not known
+    forgotten: tuple[str, ...] = ()  # parameters other than matrices that get gradients but that no optimizer holds
 
     @classmethod
     def read(

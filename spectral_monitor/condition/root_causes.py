@@ -43,19 +43,12 @@ TOGETHER = 3
 
 @dataclass(frozen=True)
 class Case:
-    """The facts about one flagged check.
+    """The facts about one flagged check."""
 
-    Attributes:
-        finding: the latest finding.
-        told: its explanation.
-        since: step at which it was first outside its band.
-        outside: number of measurements outside the band since then.
-    """
-
-    finding: Finding
+    finding: Finding  # the latest finding
     told: Explanation
-    since: int
-    outside: int
+    since: int  # step at which it was first outside its band
+    outside: int  # number of measurements outside the band since then
 
 
 def rank(code: str) -> int:

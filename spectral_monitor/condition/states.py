@@ -19,25 +19,15 @@ STANDS_OUT = "its size stands out, for none of the known causes"
 
 
 class Seen(NamedTuple):
-    """Facts of a measurement that has been judged.
-
-    Attributes:
-        measurement: the measurement.
-        network: the network as the judge read it.
-        condition: the limits of layers.
-        gate: tells which layers grow from zero.
-        compared: layers whose size was compared.
-        unexplained: layers that stand out for no known cause.
-        tied: layer -> the layer that counts its parameters.
-    """
+    """Facts of a measurement that has been judged."""
 
     measurement: Measurement
-    network: Network
-    condition: SpectralCondition
-    gate: ZeroStartGate
-    compared: Set[str]
-    unexplained: Set[str]
-    tied: Mapping[str, str]
+    network: Network  # the network as the judge read it
+    condition: SpectralCondition  # the limits of layers
+    gate: ZeroStartGate  # tells which layers grow from zero
+    compared: Set[str]  # layers whose size was compared
+    unexplained: Set[str]  # layers that stand out for no known cause
+    tied: Mapping[str, str]  # layer -> the layer that counts its parameters
 
 
 def layer_states(seen: Seen, verdicts: Sequence[Verdict]) -> dict[str, LayerState]:

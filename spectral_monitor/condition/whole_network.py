@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.trends.losses import LossTrend
+from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.trends.outputs import OutputTrend
 from spectral_monitor.condition.trends.pace import SETTLED, PaceTrend
 from spectral_monitor.condition.verdict import NETWORK
@@ -54,19 +56,21 @@ FAST = ("adamax", "adafactor", "adagrad", "lion", "rmsprop", "sign")
 """Parts of names of optimizers of Adam's family whose eps does not work like Adam's."""
 
 
-class Whole:
+@dataclass
+class Whole(Memory):
     """Watches the network as a whole; the judge treats its findings like those on layers."""
 
-    def __init__(self) -> None:
+    stale: float = 0.0  # 1 if a step was last seen to use old gradients
+    # Part of the learning rate by which Adam moved an entry in the first steps; 0 if unknown, 1 without a fault.
+    eps_share: float = 0.0
+    gain: float = 0.0  # gain of the median layer's initial weights as the forward pass uses them; 0 if unknown
+    symmetric: bool | None = None  # whether weights began as constants; None before the first update
+    bad_batch: bool = False  # whether weights were in order when no layer's outputs were finite
+    huge_at_start: str = ""  # a sentence on outputs that were far too large before the first step, if any were
+
+    def __post_init__(self) -> None:
         self._pace, self._losses, self._outputs = PaceTrend(), LossTrend(), OutputTrend()
         self._trends = (self._pace, self._losses, self._outputs)
-        self._stale = 0.0  # 1 if a step was last seen to use old gradients
-        # Part of the learning rate by which Adam moved an entry in the first steps; 0 if unknown, 1 without a fault.
-        self._share = 0.0
-        self._gain = 0.0  # gain of the median layer's initial weights as the forward pass uses them; 0 if unknown
-        self._symmetric: bool | None = None  # whether weights began as constants; None before the first update
-        self._bad_batch = False  # whether weights were in order when no layer's outputs were finite
-        self._huge_at_start = ""  # a sentence on outputs that were far too large before the first step, if any were
 
     @property
     def history(self) -> History:
@@ -76,8 +80,8 @@ class Whole:
             self._pace.first_pace,
             self._outputs.large_outputs,
             self._pace.fastest,
-            self._bad_batch,
-            self._huge_at_start,
+            self.bad_batch,
+            self.huge_at_start,
         )
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
@@ -96,9 +100,9 @@ class Whole:
         yield from _parametrization(network)
         alike = _is_symmetric(network)
         moves = any(row.get("update_natural") > 0 for row in network.peers)
-        if self._symmetric is None and moves:  # decided once: other faults take weights there later
-            self._symmetric = alike and network.is_early
-        yield _certain("symmetric", "weight_natural", alike and bool(self._symmetric), "random weights")
+        if self.symmetric is None and moves:  # decided once: other faults take weights there later
+            self.symmetric = alike and network.is_early
+        yield _certain("symmetric", "weight_natural", alike and bool(self.symmetric), "random weights")
         moved = 0.0 if _forgets(network) else 1.0
         yield Finding("left_out", NETWORK, "update_natural", moved, 1.0, NOT_ZERO, against=OTHERS)
         yield from self._weights(network)
@@ -110,65 +114,55 @@ class Whole:
 
     def _weights(self, network: Network) -> Iterator[Finding]:
         """Compare the initial weights of the median layer with the largest usual ones."""
-        if network.is_early and not self._gain and not network.ntk_weights:
+        if network.is_early and not self.gain and not network.ntk_weights:
             known = (row.gain for row in network.peers if not math.isnan(network.initial_gain(row)))
             gain = round(geometric_median(known), 2)
             if gain > 0:  # decided once: outputs grow later
-                self._gain = gain if _is_in_use(gain, network) else min(gain, GAINS[1])
-        if network.fresh and len(network.peers) > 1 and self._gain > 0:
+                self.gain = gain if _is_in_use(gain, network) else min(gain, GAINS[1])
+        if network.fresh and len(network.peers) > 1 and self.gain > 0:
             limits = (0.0, LARGE_WEIGHTS)
-            yield Finding("large_weights", NETWORK, "weight_natural", self._gain, GAINS[1], limits, AT_ONCE, "usual")
+            yield Finding("large_weights", NETWORK, "weight_natural", self.gain, GAINS[1], limits, AT_ONCE, "usual")
 
     def _reused(self, measurement: Measurement) -> Iterator[Finding]:
         """Check that no optimizer uses old gradients; once one does, that holds until gradients are seen cleared."""
         seen = measurement.summary.get("stale_gradient", math.nan)
         if not math.isnan(seen):
-            self._stale = seen
-        yield _certain("stale_gradients", "stale_gradient", self._stale > 0, "a new gradient")
+            self.stale = seen
+        yield _certain("stale_gradients", "stale_gradient", self.stale > 0, "a new gradient")
 
     def _diverged(self, measurement: Measurement, network: Network) -> Finding:
         """Compare the largest weight or output with a limit; it is infinite if some are not finite any more."""
         sizes = (size for row in network.peers for size in (row.weight, row.get("feature_rms")))
         value = min(math.inf if _not_finite(measurement) else nanmax(sizes, 0.0), 1e300)
-        self._bad_batch = self._bad_batch or (value == 1e300 and _is_bad_batch(measurement, network))
-        self._huge_at_start = self._huge_at_start or huge_at_start(network, SIZE)
+        self.bad_batch = self.bad_batch or (value == 1e300 and _is_bad_batch(measurement, network))
+        self.huge_at_start = self.huge_at_start or huge_at_start(network, SIZE)
         return Finding("diverged", NETWORK, "weight_natural", value, 1.0, (0.0, SIZE), AT_ONCE, "a healthy network")
 
     def _eps(self, network: Network) -> Iterator[Finding]:
         """Yield the part of the learning rate by which Adam moved an entry in the first steps."""
         eps = nanmax((row.settings.eps for row in network.peers), 0.0)
         share = _share_of_rate(network)
-        grown = share > self._share > 0  # gradients have grown beyond eps since
-        if not math.isnan(share) and (network.is_early or grown or not self._share):
+        grown = share > self.eps_share > 0  # gradients have grown beyond eps since
+        if not math.isnan(share) and (network.is_early or grown or not self.eps_share):
             # Other reasons for small moves: sparse gradients and, later on, a loss near 0 or a ruined network.
             small = network.below_eps and not (network.drift > HARDLY or network.has_small_gains)
             large_eps = eps > USUAL_EPS and (network.is_early or grown)
-            self._share = share if small or large_eps else 1.0
-        if eps > 0 and self._share > 0:
+            self.eps_share = share if small or large_eps else 1.0
+        if eps > 0 and self.eps_share > 0:
             limits = (BELOW_EPS if network.below_eps else EFFICIENT, math.inf)
-            yield Finding("eps", NETWORK, "update_fro", self._share, 1.0, limits, against="Adam's usual")
+            yield Finding("eps", NETWORK, "update_fro", self.eps_share, 1.0, limits, against="Adam's usual")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        remembered = {
-            "stale": self._stale,
-            "eps_share": self._share,
-            "gain": self._gain,
-            "bad_batch": self._bad_batch,
-            "huge_at_start": self._huge_at_start,
-            "symmetric": bool(self._symmetric),
-        }
-        own = {key: value for key, value in remembered.items() if value}
-        return {key: value for trend in self._trends for key, value in trend.state_dict().items()} | own
+        """Return what is remembered, in plain types."""
+        of_trends = {key: value for trend in self._trends for key, value in trend.state_dict().items()}
+        return of_trends | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         for trend in self._trends:
             trend.load_state_dict(state)
-        self._stale, self._share = float(state.get("stale", 0.0)), float(state.get("eps_share", 0.0))
-        self._gain, self._bad_batch = float(state.get("gain", 0.0)), bool(state.get("bad_batch", False))
-        self._huge_at_start = str(state.get("huge_at_start", ""))
-        self._symmetric = bool(state.get("symmetric", False))
+        super().load_state_dict(state)
+        self.symmetric = bool(self.symmetric)
 
 
 def _in_code(measurement: Measurement) -> Iterator[Finding]:

@@ -21,27 +21,16 @@ from spectral_monitor.state.dtensor import is_distributed
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The parts of a model that are measured.
+    """The parts of a model that are measured."""
 
-    Attributes:
-        anatomy: its layers, and which process measures each.
-        members: layers and nodes, with what this process holds of them.
-        attention: its attention blocks.
-        compiled: names of compiled modules whose forward is run eagerly beside the step; empty if there are none.
-        entries: modules at which calls of those are seen; ``None`` where none are run.
-        hidden: compiled modules whose insides are not seen.
-        flat: id of a parameter -> where FSDP1 has put it.
-        sharded: whether a parameter is spread over processes.
-    """
-
-    anatomy: Anatomy
-    members: list[BatchMember]
-    attention: tuple[AttentionBlock, ...]
-    compiled: str
-    entries: list[nn.Module] | None
-    hidden: list[nn.Module]
-    flat: dict[int, ShardRegion]
-    sharded: bool
+    anatomy: Anatomy  # its layers, and which process measures each
+    members: list[BatchMember]  # layers and nodes, with what this process holds of them
+    attention: tuple[AttentionBlock, ...]  # its attention blocks
+    compiled: str  # names of compiled modules whose forward is run eagerly beside the step; empty if there are none
+    entries: list[nn.Module] | None  # modules at which calls of those are seen; ``None`` where none are run
+    hidden: list[nn.Module]  # compiled modules whose insides are not seen
+    flat: dict[int, ShardRegion]  # id of a parameter -> where FSDP1 has put it
+    sharded: bool  # whether a parameter is spread over processes
 
     @classmethod
     def of(

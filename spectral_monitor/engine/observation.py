@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
 from spectral_monitor.capture.hooks.recording import WHY_HIDDEN
+from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.agreement.row_hash import as_table, row_hashes
@@ -65,7 +66,6 @@ def held_by(layers: Sequence[Layer], optimizers: OptimizerCapture) -> dict[int, 
     why = {
         id(p): COMPILED_STEP if optimizer in optimizers.compiled else ""
         for optimizer in optimizers.optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
+        for p in parameters_of(optimizer)
     }
     return {i: why[id(p)] for i, layer in enumerate(layers) for p in layer.sources if id(p) in why}

@@ -24,17 +24,11 @@ the device, and the next one shows what an unmeasured step takes."""
 
 @dataclass
 class Paid:
-    """A measured step.
+    """A measured step."""
 
-    Attributes:
-        step: which.
-        seconds: from its start to that of the next one; 0 while that is not over.
-        own: seconds the monitor itself has counted in it.
-    """
-
-    step: int
-    seconds: float
-    own: float
+    step: int  # which
+    seconds: float  # from its start to that of the next one; 0 while that is not over
+    own: float  # seconds the monitor itself has counted in it
 
     def cost(self, plain: float) -> float:
         """Seconds it took more than an unmeasured one does."""

@@ -30,18 +30,14 @@ VALID = 'an integer >= 1, or steps in words such as "1, 2, 4, 8, ..., every 100"
 class Schedule:
     """Some first steps, and then every so many.
 
-    Attributes:
-        first: steps, growing.
-        every: every n-th step too; 0 for none.
-
     Example:
         >>> schedule = Schedule.of("1, 2, 4, ..., every 100")
         >>> [step for step in range(1, 301) if schedule.due(step)]
         [1, 2, 4, 8, 16, 32, 64, 100, 200, 300]
     """
 
-    first: tuple[int, ...]
-    every: int
+    first: tuple[int, ...]  # steps, growing
+    every: int  # every n-th step too; 0 for none
 
     @classmethod
     def of(cls, given: Interval, name: str = "every_n_steps") -> Schedule:
@@ -92,16 +88,13 @@ class Schedule:
 class Timetable:
     """The schedules of all quantities.
 
-    Attributes:
-        groups: a schedule -> the keys that follow it.
-
     Example:
         >>> table = Timetable.of({"light": 10, "feature_rms": 100}, ["update_norm", "lr", "feature_rms"])
         >>> sorted(table.due(10)), len(table.due(100)), len(table.due(55))
         (['lr', 'update_norm'], 3, 0)
     """
 
-    groups: Mapping[Schedule, frozenset[str]]
+    groups: Mapping[Schedule, frozenset[str]]  # a schedule -> the keys that follow it
 
     @classmethod
     def of(cls, given: Interval | Mapping[str, Interval], keys: Collection[str]) -> Timetable:
@@ -136,11 +129,7 @@ class Timetable:
 
     def due(self, step: int) -> frozenset[str]:
         """Return what is measured at a step, counted from 1; nothing at most of them."""
-        found: frozenset[str] = frozenset()
-        for schedule, keys in self.groups.items():
-            if schedule.due(step):
-                found |= keys
-        return found
+        return frozenset[str]().union(*(keys for schedule, keys in self.groups.items() if schedule.due(step)))
 
     def with_key(self, key: str) -> tuple[Schedule, frozenset[str]]:
         """Return the schedule of a measured key, and all keys that share it."""

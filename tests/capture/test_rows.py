@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.capture.row_sampling import chosen_rows, share_of_rows
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.layers import Layout
 
@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("parts", [[100], [50, 50], [37, 0, 60, 3], [1] * 100, [0, 100], [99, 1]])
 @pytest.mark.parametrize("room", [1, 7, 64, 99])
 def test_several_processes_choose_what_one_would(parts, room):
-    alone = RowSampler(4096).choose(100, room, CPU)
+    alone = chosen_rows(100, room, CPU)
     assert len(alone) == room
     found, first = [], 0
     for count in parts:
-        before, kept = RowSampler(4096).share(100, room, first, first + count, CPU)
+        before, kept = share_of_rows(100, room, first, first + count, CPU)
         assert before == sum(map(len, found))
         assert not len(kept) or 0 <= int(kept[0]) <= int(kept[-1]) < count
         found.append(kept + first)
@@ -28,28 +28,27 @@ def test_several_processes_choose_what_one_would(parts, room):
 
 
 def test_all_rows_where_there_is_room_or_no_limit():
-    assert RowSampler(4096).share(100, 100, 30, 40, CPU) == (30, None)
-    assert RowSampler(None).share(100, 5, 30, 40, CPU) == (30, None)
-    assert RowSampler(4096).choose(5, 5, CPU) is None
+    assert share_of_rows(100, 100, 30, 40, CPU) == (30, None)
+    assert share_of_rows(100, None, 30, 40, CPU) == (30, None)
+    assert chosen_rows(5, 5, CPU) is None
 
 
 def test_the_choice_is_fixed_and_spread_and_leaves_the_global_generator_alone():
     state = torch.get_rng_state()
-    one, other = (RowSampler(4096).choose(1000, 100, CPU) for _ in range(2))
+    one, other = (chosen_rows(1000, 100, CPU) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one, other)
     assert torch.equal(one, one.unique())  # sorted, each once
     assert 400 < one.double().mean() < 600
     assert int(one[0]) < 100
     assert int(one[-1]) > 900
-    assert not torch.equal(one, RowSampler(4096).choose(1001, 100, CPU))
+    assert not torch.equal(one, chosen_rows(1001, 100, CPU))
 
 
 def test_batches_of_every_size_do_not_fill_the_memory():
-    picker = RowSampler(4096)
     for count in range(200, 1000):
-        assert len(picker.choose(count, 100, CPU)) == 100
-    assert len(picker._shares) <= 64
+        assert len(chosen_rows(count, 100, CPU)) == 100
+    assert share_of_rows.cache_info().currsize <= 64
 
 
 @pytest.mark.parametrize(
@@ -68,5 +67,5 @@ def test_alignments_of_large_layers_rest_on_fewer_rows(layout, rows):
 
 
 def test_fewer_rows_are_some_of_more_rows():
-    more, fewer = (RowSampler(4096).choose(1000, room, CPU) for room in (300, 70))
+    more, fewer = (chosen_rows(1000, room, CPU) for room in (300, 70))
     assert set(fewer.tolist()) < set(more.tolist())

@@ -13,7 +13,7 @@ from torch import nn
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice, batch_size, leaves, signature, slice_batch
 from spectral_monitor.capture.replay.feature_change import CallRows
 from spectral_monitor.capture.replay.sample_independence import ROUNDINGS, IndependenceCheck, SeparateRun
-from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.capture.row_sampling import chosen_rows
 from spectral_monitor.layers import dissect
 
 Pair = namedtuple("Pair", "left right")
@@ -107,12 +107,11 @@ def test_rows_of_a_call_are_those_of_the_first_samples():
     assert portion.rows((3, 0), 41) is None
     h, b = torch.randn(40, 3), torch.randn(40, 3)
     for room in (40, 25):
-        picker = RowSampler(room)
-        index = picker.choose(40, room, h.device)
+        index = chosen_rows(40, room, h.device)
         rows = [torch.arange(40) if index is None else index][0]
         call = CallRows(index, h[rows], b[rows], 40, 40, 40)
         for _ in range(2):  # once more changes nothing
-            call = call.first(10, picker)
+            call = call.first(10)
             expected = rows[rows < 10]
             assert torch.equal(call.h, h[expected])
             assert torch.equal(call.b, b[expected])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spectral_monitor.capture.replay.feature_change import CallRows
-from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.capture.row_sampling import chosen_rows
 from spectral_monitor.engine.agreement.rank_report import (
     LayerObservation,
     RankReports,
@@ -284,7 +284,7 @@ def test_rows_of_samples_that_are_alike_repeat():
 def test_chosen_rows_repeat_as_all_do():
     h = torch.randn(64, 5)
     every = h.repeat(32, 1)
-    index = RowSampler(100).choose(len(every), 100, torch.device("cpu"))
+    index = chosen_rows(len(every), 100, torch.device("cpu"))
     assert repeat(every[index], index, len(every))
     other = torch.randn(len(every), 5)
     assert not repeat(other[index], index, len(other))

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.capture.records.assumption_checks import SHARE_ROWS
-from spectral_monitor.capture.row_sampling import RowSampler
+from spectral_monitor.capture.row_sampling import chosen_rows
 from spectral_monitor.engine.features import full_tier
 from spectral_monitor.engine.features import kernels as full
 from spectral_monitor.functional.kernels import signs
@@ -287,7 +287,7 @@ def test_sample_share_of_many_rows_is_the_mean_over_some_of_the_whole_gradient()
     rows = x.flatten(0, 1)
     b = 2 * rows @ W.T
     g = b.T @ rows
-    some = RowSampler(SHARE_ROWS).choose(400, SHARE_ROWS, rows.device)
+    some = chosen_rows(400, SHARE_ROWS, rows.device)
     shares = [b[i].norm() * rows[i].norm() ** 2 / (g @ rows[i]).norm() for i in some]
     assert len(shares) == SHARE_ROWS < 400
     assert probe.latest.values["sample_share"][0].item() == pytest.approx(torch.stack(shares).mean().item(), rel=1e-6)

@@ -19,15 +19,11 @@ from spectral_monitor.state.dtensor import local_part
 
 @dataclass
 class AttentionCall:
-    """One call of an attention block, while it is under way.
+    """One call of an attention block, while it is under way."""
 
-    Attributes:
-        arguments: what the block was called with, by name.
-        tensors: ``query``, ``key``, ``value``: outputs of the projections; ``query_norm``, ``key_norm``: of what
-            normalizes them; ``output``: what attention returned, before the output projection if that is a module.
-    """
-
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # what the block was called with, by name
+    # ``query``, ``key``, ``value``: outputs of the projections; ``query_norm``, ``key_norm``: of what normalizes them;
+    # ``output``: what attention returned, before the output projection if that is a module
     tensors: dict[str, GuardedTensor] = field(default_factory=dict)
 
     def put(self, name: str, tensor: Tensor | None) -> None:
@@ -88,11 +84,11 @@ class AttentionCapture:
             for name, norm in zip(("query_norm", "key_norm"), block.norms or (), strict=False):
                 parts[id(norm)] = (norm, [name])
             for module, names in parts.values():
-                part = partial(self._part, block, names)
+                part = partial(self._note, block, names)
                 self._handles += hooks.add(module, module.register_forward_hook, part)
             if block.output is not None:
                 given = block.output.register_forward_pre_hook
-                self._handles += hooks.add(block.output, given, partial(self._output, block))
+                self._handles += hooks.add(block.output, given, partial(self._note, block, ["output"]))
             leave = partial(self._leave, block)
             self._handles += hooks.add(block.module, after, leave, with_kwargs=True, always_call=True)
 
@@ -113,16 +109,12 @@ class AttentionCapture:
             with self._harmless(f"the forward pass of {block.name}"):
                 self._calls[block.layer] = AttentionCall(_named(module, args, kwargs))
 
-    def _part(self, block: AttentionBlock, names: Sequence[str], module: nn.Module, args: Any, output: Any) -> None:
+    def _note(self, block: AttentionBlock, names: Sequence[str], module: nn.Module, *values: Any) -> None:
+        """Note what a part of a block returns or, before it is called, is given."""
         call = self._calls.get(block.layer)
         if call is not None and not in_backward():
             for name in names:
-                call.put(name, first_tensor(output))
-
-    def _output(self, block: AttentionBlock, module: nn.Module, args: Any) -> None:
-        call = self._calls.get(block.layer)
-        if call is not None and not in_backward():
-            call.put("output", first_tensor(args))
+                call.put(name, first_tensor(values[-1]))
 
     def _leave(self, block: AttentionBlock, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._calls.pop(block.layer, None)

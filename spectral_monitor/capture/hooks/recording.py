@@ -15,11 +15,11 @@ from spectral_monitor.capture.records.assumption_checks import CHECKED, Checks, 
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
 from spectral_monitor.capture.replay.eager_pass import Arrival
-from spectral_monitor.capture.replay.feature_change import CallRows, Outputs, first_outputs
+from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.row_sampling import (
     GuardedTensor,
-    RowSampler,
+    chosen_rows,
     count_rows,
     first_rows,
     first_tensor,
@@ -74,7 +74,6 @@ class CallRecorder:
 
     def __init__(self, layers: Mapping[int, Layer], max_rows: int | None, harmless: Harmless) -> None:
         self.layers = dict(layers)
-        self._picker = RowSampler(max_rows)
         self._max_rows = max_rows
         self._harmless = harmless
         self._handles: list[Removable] = []
@@ -180,8 +179,8 @@ class CallRecorder:
             first, first_index, outputs = count, index, self._portion.whole(place, count)
             norm = norm * math.sqrt(outputs / max(count, 1))
         elif first is not None:
-            room = -(-first * chosen // count) if i in self._shares else self._max_rows or first
-            first_index = self._picker.choose(first, room, out.device)
+            room = -(-first * chosen // count) if i in self._shares else self._max_rows
+            first_index = chosen_rows(first, room, out.device)
             h_out = rows_of(first_rows(out, first, count), channels_first, spatial, first_index)
         copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
         kept = GuardedTensor(h_out.clone() if copy else h_out)
@@ -223,15 +222,14 @@ class CallRecorder:
         """
         calls = self.calls.get(i, ())
         if self._max_rows is None or not calls:
-            return self._picker.choose(count, self._max_rows or count, device)
+            return chosen_rows(count, self._max_rows, device)
         total = count + sum(call.outputs for call in calls)
         share = self._shares.get(i, 1.0)
         if math.ceil(share * count) + sum(call.count for call in calls) > self._max_rows:
             share = self._shares[i] = self._max_rows / (2 * total)
             for call in calls:
-                room = math.ceil(share * call.outputs)
-                call.thin(self._picker, room, device)
-        return self._picker.choose(count, math.ceil(share * count), device)
+                call.thin(math.ceil(share * call.outputs), device)
+        return chosen_rows(count, math.ceil(share * count), device)
 
     def _first(self, call: tuple[int, int], out: Tensor, count: int) -> int | None:
         """Return how many rows of the output, the first ones, will be there again; ``None`` for all."""
@@ -283,9 +281,9 @@ class CallRecorder:
 
     def _sample(self, i: int, rows: Tensor) -> Tensor:
         """Return the rows of a gradient that its stable rank is measured on, as far as that is known."""
-        if self._apart or len(self.calls[i]) > 1:
+        if self._max_rows is None or self._apart or len(self.calls[i]) > 1:
             return rows
-        index = self._picker.choose(len(rows), sample_size(rows.shape[1]), rows.device)
+        index = chosen_rows(len(rows), sample_size(rows.shape[1]), rows.device)
         return rows if index is None else rows.index_select(0, index)
 
     def outputs(self) -> Outputs:
@@ -310,10 +308,6 @@ class CallRecorder:
                 call.original = None
         return outputs
 
-    def first(self, outputs: Outputs, portion: BatchSlice) -> Outputs:
-        """Return the part of :meth:`outputs` that belongs to the first samples, which alone are run again."""
-        return first_outputs(outputs, portion, self._picker)
-
     @property
     def lasting(self) -> list[str]:
         """Layers whose outputs were seen to last, so that they are not copied any more."""
@@ -336,8 +330,10 @@ class CallRecorder:
 
     def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:
         """Return the share of each call's inputs that equals the share of the first one, which had ``first`` rows."""
-        room = min(self._max_rows or first, sample_size(features))
-        return self._picker.choose(rows, rows if first <= room else -(-rows * room // first), device)
+        if self._max_rows is None:
+            return None
+        room = min(self._max_rows, sample_size(features))
+        return None if first <= room else chosen_rows(rows, -(-rows * room // first), device)
 
     def drop_inputs(self) -> None:
         """Free what was kept of the layers' inputs, so that a replay finds room."""

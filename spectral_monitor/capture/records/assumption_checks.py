@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, patches_of, rows_of
+from spectral_monitor.capture.row_sampling import GuardedTensor, chosen_rows, patches_of, rows_of
 from spectral_monitor.functional.kernels import sample_share
 from spectral_monitor.functional.noise import sample_products
 from spectral_monitor.functional.vector_norms import lengths
@@ -38,17 +38,11 @@ PERMUTING = frozenset({"TransposeBackward", "PermuteBackward", "TBackward"})
 
 
 class RowLengths(NamedTuple):
-    """Lengths of the rows of a tensor: of its samples' positions, in order.
+    """Lengths of the rows of a tensor: of its samples' positions, in order."""
 
-    Attributes:
-        lengths: (rows,).
-        samples: size of the first dimension, whose rows follow each other.
-        channels_first: whether features came before positions.
-    """
-
-    lengths: Tensor
-    samples: int
-    channels_first: bool
+    lengths: Tensor  # (rows,)
+    samples: int  # size of the first dimension, whose rows follow each other
+    channels_first: bool  # whether features came before positions
 
     @classmethod
     def of(cls, x: Tensor, layer: Layer) -> RowLengths:
@@ -70,26 +64,16 @@ class RowLengths(NamedTuple):
 
 @dataclass
 class Checked:
-    """Of one call of a layer.
+    """Of one call of a layer."""
 
-    Attributes:
-        output: lengths of the output's rows.
-        source: lengths of parts of the layer's output that the input was made of, entry by entry; ``None`` if it was
-            not.
-        input: the same of the input.
-        rows: the input's rows, all of them, until the gradient of the output arrives.
-        share: see :func:`~spectral_monitor.functional.sample_share`.
-        samples: of the batch, where gradients are compared sample by sample.
-        products: see :func:`~spectral_monitor.functional.noise.sample_products`.
-    """
-
-    output: RowLengths | None = None
+    output: RowLengths | None = None  # lengths of the output's rows
+    # lengths of parts of the layer's output that the input was made of, entry by entry; ``None`` if it was not
     source: Tensor | None = None
-    input: Tensor | None = None
-    rows: GuardedTensor | None = None
-    share: Tensor | None = None
-    samples: int = 0
-    products: tuple[Tensor, Tensor] | None = None
+    input: Tensor | None = None  # the same of the input
+    rows: GuardedTensor | None = None  # the input's rows, all of them, until the gradient of the output arrives
+    share: Tensor | None = None  # see :func:`~spectral_monitor.functional.sample_share`
+    samples: int = 0  # of the batch, where gradients are compared sample by sample
+    products: tuple[Tensor, Tensor] | None = None  # see :func:`~spectral_monitor.functional.noise.sample_products`
 
 
 class Checks:
@@ -99,7 +83,6 @@ class Checks:
         self._ratios = "activation_ratio" in keys
         self._shares = "sample_share" in keys
         self._noise = "noise_scale" in keys
-        self._picker, self._samples = RowSampler(SHARE_ROWS), RowSampler(NOISE_SAMPLES)
         self._made: dict[Any, Checked] = {}
 
     def forget(self) -> None:
@@ -139,10 +122,10 @@ class Checks:
             return
         if self._shares and _is_one_matrix(layer):
             with torch.autocast(b.device.type, enabled=False):
-                checked.share = sample_share(rows, b, self._picker.choose(len(b), SHARE_ROWS, b.device))
+                checked.share = sample_share(rows, b, chosen_rows(len(b), SHARE_ROWS, b.device))
         if checked.samples and len(b) % checked.samples == 0:
             x, b = (part.unflatten(0, (checked.samples, -1)) for part in (rows, b))
-            some = self._samples.choose(checked.samples, NOISE_SAMPLES, b.device)
+            some = chosen_rows(checked.samples, NOISE_SAMPLES, b.device)
             checked.products = sample_products(x, b) if some is None else sample_products(x[some], b[some])
 
     def _source(self, x: Tensor) -> tuple[Checked | None, bool]:

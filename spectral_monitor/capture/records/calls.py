@@ -13,58 +13,40 @@ from spectral_monitor.capture.records.assumption_checks import Checked
 from spectral_monitor.capture.replay.eager_pass import Arrival
 from spectral_monitor.capture.replay.feature_change import CallRows
 from spectral_monitor.capture.replay.replay import RootCall
-from spectral_monitor.capture.row_sampling import GuardedTensor, RowSampler, concatenated
+from spectral_monitor.capture.row_sampling import GuardedTensor, chosen_rows, concatenated
 from spectral_monitor.linalg import compute_dtype
 
 
 @dataclass
 class Call:
-    """One call of one layer: chosen rows of its input (a sample), its output and the gradient of its output.
-
-    Attributes:
-        count: rows of the output that were chosen to stand for all.
-        index: which those are; ``None`` for all.
-        root: the outermost call it was part of.
-        features: of the output.
-        outputs: rows of the output, chosen or not.
-        norm: of all rows of the output, as far as those say that were chosen at first.
-        watched: whether the gradient of the output is waited for.
-        original: the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed.
-        first: rows of the output, the first ones, that the forward after the step will have, if it is known that it
-            will be of some samples only; ``h_out`` and ``b`` are of these, not of those that stand for all.
-        first_index: which of them; ``None`` for all.
-        b_sample: rows of the gradient that stand for all, where those in ``b`` do not.
-        inputs: rows of the input, chosen or not.
-        split_in: whether the input's rows are shared out among processes with the same batch.
-        split_out: whether the output's are.
-        checked: what is only read off it where assumptions are checked.
-        node: where the output is in the graph, if that is asked for.
-        place: how many calls of other layers and of this one came before.
-        arrival: where the gradient of the output arrives, while a pass beside the step is under way.
-    """
+    """One call of one layer: chosen rows of its input (a sample), its output and the gradient of its output."""
 
     h_out: GuardedTensor
-    count: int
+    count: int  # rows of the output that were chosen to stand for all
     eps: float
-    index: Tensor | None
-    root: RootCall | None
-    features: int
-    outputs: int
-    norm: Tensor
+    index: Tensor | None  # which those are; ``None`` for all
+    root: RootCall | None  # the outermost call it was part of
+    features: int  # of the output
+    outputs: int  # rows of the output, chosen or not
+    norm: Tensor  # of all rows of the output, as far as those say that were chosen at first
+    # the rows themselves, where ``h_out`` is a copy and it is not known yet whether that is needed
     original: Tensor | None = None
     h_in: GuardedTensor | None = None
-    watched: bool = False
+    watched: bool = False  # whether the gradient of the output is waited for
     b: GuardedTensor | None = None
     b_count: int = 0
+    # rows of the output, the first ones, that the forward after the step will have, if it is known that it will be of
+    # some samples only; ``h_out`` and ``b`` are of these, not of those that stand for all
     first: int | None = None
-    first_index: Tensor | None = None
-    b_sample: Tensor | None = None
-    inputs: int = 0
-    split_in: bool = False
-    split_out: bool = False
-    checked: Checked | None = None
-    node: Any = None
-    place: int = 0
+    first_index: Tensor | None = None  # which of them; ``None`` for all
+    b_sample: Tensor | None = None  # rows of the gradient that stand for all, where those in ``b`` do not
+    inputs: int = 0  # rows of the input, chosen or not
+    split_in: bool = False  # whether the input's rows are shared out among processes with the same batch
+    split_out: bool = False  # whether the output's are
+    checked: Checked | None = None  # what is only read off it where assumptions are checked
+    node: Any = None  # where the output is in the graph, if that is asked for
+    place: int = 0  # how many calls of other layers and of this one came before
+    # where the gradient of the output arrives, while a pass beside the step is under way
     arrival: Arrival | None = None
 
     def input(self) -> Tensor | None:
@@ -80,16 +62,16 @@ class Call:
         b = self.gradient()
         return b if b is None or self.b_sample is None else self.b_sample
 
-    def thin(self, picker: RowSampler, room: int, device: torch.device) -> None:
+    def thin(self, room: int, device: torch.device) -> None:
         """Keep at most ``room`` of the rows that were chosen, those that would have been chosen so."""
         if self.count <= room:
             return
-        index = picker.choose(self.outputs, room, device)
+        index = chosen_rows(self.outputs, room, device)
         assert index is not None
         if self.first is None:
             self._keep(self.index, index)
         else:
-            first = picker.choose(self.first, -(-room * self.first // self.outputs), device)
+            first = chosen_rows(self.first, -(-room * self.first // self.outputs), device)
             if first is not None:
                 self._keep(self.first_index, first)
                 self.first_index = first

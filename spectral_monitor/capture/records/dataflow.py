@@ -15,19 +15,13 @@ Node = Any
 
 @dataclass(frozen=True)
 class Ran:
-    """One call of one operator.
+    """One call of one operator."""
 
-    Attributes:
-        layer: its index.
-        node: where its output is in the graph; ``None`` if it was made without one (activation checkpointing).
-        root: id of the outermost call it was part of.
-        graded: whether a gradient arrived at its output.
-    """
-
-    layer: int
+    layer: int  # its index
+    # where its output is in the graph; ``None`` if it was made without one (activation checkpointing)
     node: Node | None
-    root: int
-    graded: bool
+    root: int  # id of the outermost call it was part of
+    graded: bool  # whether a gradient arrived at its output
 
 
 def readouts(ran: Sequence[Ran], trainers: Mapping[int, Hashable]) -> dict[int, bool]:

@@ -149,20 +149,16 @@ def slice_batch(tree: Any, which: Samples) -> Any:
 class BatchSlice:
     """The first samples of a batch.
 
-    Attributes:
-        samples: how many they are.
-        batch: how many there are.
-        common: calls, as (layer index, number of the call), whose outputs have no entry for each sample: position
-            embeddings for instance.
-
     Example:
         >>> portion = BatchSlice(samples=2, batch=8, common=frozenset({(0, 0)}))
         >>> portion.rows((0, 0), 12), portion.rows((1, 0), 96), portion.rows((1, 0), 97)
         (12, 24, None)
     """
 
-    samples: int
-    batch: int
+    samples: int  # how many they are
+    batch: int  # how many there are
+    # calls, as (layer index, number of the call), whose outputs have no entry for each sample: position embeddings for
+    # instance
     common: frozenset[tuple[int, int]] = frozenset()
 
     def rows(self, call: tuple[int, int], count: int) -> int | None:

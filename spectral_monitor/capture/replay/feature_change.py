@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
-from spectral_monitor.capture.row_sampling import RowSampler, concatenated, count_rows, rows_of
+from spectral_monitor.capture.row_sampling import chosen_rows, concatenated, count_rows, rows_of, share_of_rows
 from spectral_monitor.functional.vector_norms import lengths, row_products
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
@@ -25,29 +25,20 @@ PARTS = frozenset({"feature_change_inherited", "feature_change_joint"})
 
 @dataclass(frozen=True)
 class CallRows:
-    """Rows of one call that are compared with those after the step.
+    """Rows of one call that are compared with those after the step."""
 
-    Attributes:
-        index: which they are, in order; ``None`` for the first ones.
-        h: their values.
-        b: their gradients where they count.
-        count: rows the call had.
-        pool: how many of them, the first ones, these were chosen from.
-        again: rows it has to have when it is run again, the first of those it had.
-    """
+    index: Tensor | None  # which they are, in order; ``None`` for the first ones
+    h: Tensor  # their values
+    b: Tensor | None  # their gradients where they count
+    count: int  # rows the call had
+    pool: int  # how many of them, the first ones, these were chosen from
+    again: int  # rows it has to have when it is run again, the first of those it had
 
-    index: Tensor | None
-    h: Tensor
-    b: Tensor | None
-    count: int
-    pool: int
-    again: int
-
-    def first(self, rows: int, picker: RowSampler) -> CallRows:
+    def first(self, rows: int) -> CallRows:
         """Those that are among the first ``rows`` of the call, when only these are run again."""
         if self.pool <= rows:
             return replace(self, again=rows)
-        before, _ = picker.share(self.pool, len(self.h), rows, self.pool, self.h.device)
+        before, _ = share_of_rows(self.pool, len(self.h), rows, self.pool, self.h.device)
         index = None if self.index is None else self.index[:before]
         b = None if self.b is None else self.b[:before]
         return replace(self, index=index, h=self.h[:before], b=b, pool=rows, again=rows)
@@ -57,7 +48,7 @@ Outputs = dict[int, list[CallRows]]
 """Layer index -> what is kept of each call."""
 
 
-def first_outputs(outputs: Outputs, portion: BatchSlice, picker: RowSampler) -> Outputs:
+def first_outputs(outputs: Outputs, portion: BatchSlice) -> Outputs:
     """Those of the first samples, which alone are run again.
 
     Raises:
@@ -70,35 +61,23 @@ def first_outputs(outputs: Outputs, portion: BatchSlice, picker: RowSampler) -> 
             rows = portion.rows((i, n), call.count)
             if rows is None:
                 raise ValueError(f"{call.count} rows of {portion.batch} samples")
-            found[i].append(call.first(rows, picker))
+            found[i].append(call.first(rows))
     return found
 
 
 @dataclass
 class Change:
-    """The change of some rows, each tensor (rows,).
+    """The change of some rows, each tensor (rows,)."""
 
-    Attributes:
-        lengths: the norm of dh.
-        before: the norm of h.
-        inner: the inner product of dh with b; ``None`` where gradients are not available.
-        gradient: the norm of b.
-        size: entries of all these rows.
-        calls: rows of each call.
-        of: rows there are, seen or not.
-        after: the norm of h + dh, where asked for.
-        pairs: some rows of h and of h + dh, where asked for.
-    """
-
-    lengths: Tensor
-    before: Tensor
-    inner: Tensor | None
-    gradient: Tensor | None
-    size: int
-    calls: tuple[int, ...]
-    of: int
-    after: Tensor | None = None
-    pairs: tuple[Tensor, Tensor] | None = None
+    lengths: Tensor  # the norm of dh
+    before: Tensor  # the norm of h
+    inner: Tensor | None  # the inner product of dh with b; ``None`` where gradients are not available
+    gradient: Tensor | None  # the norm of b
+    size: int  # entries of all these rows
+    calls: tuple[int, ...]  # rows of each call
+    of: int  # rows there are, seen or not
+    after: Tensor | None = None  # the norm of h + dh, where asked for
+    pairs: tuple[Tensor, Tensor] | None = None  # some rows of h and of h + dh, where asked for
 
 
 class Replay:
@@ -121,7 +100,6 @@ class Replay:
         self.outputs = outputs
         self.samples = samples
         self.keys = keys
-        self._picker = RowSampler(KERNEL_ROWS)
         self._changes: dict[int, list[Change | None]] = {}
         self.inputs = None if inputs is None else Replay(inputs, PARTS)
 
@@ -185,7 +163,7 @@ class Replay:
         if "feature_cancellation" in self.keys:
             change.after = lengths(new)
         if (KERNELS | PARTS) & set(self.keys):
-            kept = self._picker.choose(len(h), KERNEL_ROWS, after.device)
+            kept = chosen_rows(len(h), KERNEL_ROWS, after.device)
             old = h.to(after.device)
             # The layers that follow may work in place on what this one returned.
             change.pairs = (old, after.clone()) if kept is None else (old[kept], after[kept])

@@ -121,15 +121,10 @@ def embedding_scales(output: Tensor) -> dict[int, float]:
 
 
 class Depth(NamedTuple):
-    """Depth of a network along the way from its output back to its inputs that has the fewest matrices.
+    """Depth of a network along the way from its output back to its inputs that has the fewest matrices."""
 
-    Attributes:
-        matrices: on that way; 0 where none is seen, as in compiled graphs.
-        branches: residual branches that join it.
-    """
-
-    matrices: int = 0
-    branches: int = 0
+    matrices: int = 0  # on that way; 0 where none is seen, as in compiled graphs
+    branches: int = 0  # residual branches that join it
 
 
 def depth_of(output: Tensor) -> Depth:

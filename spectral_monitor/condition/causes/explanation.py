@@ -62,17 +62,11 @@ NO_CAUSE = "unknown"
 
 
 class Explanation(NamedTuple):
-    """The cause of a finding.
+    """The cause of a finding."""
 
-    Attributes:
-        code: key of :data:`CAUSES`.
-        sentence: what is wrong and what to do.
-        remedy: what to do, as data; ``None`` without advice.
-    """
-
-    code: str
-    sentence: str
-    remedy: Remedy | None = None
+    code: str  # key of :data:`CAUSES`
+    sentence: str  # what is wrong and what to do
+    remedy: Remedy | None = None  # what to do, as data; ``None`` without advice
 
 
 def at_peak(row: Row, lr: float) -> float:

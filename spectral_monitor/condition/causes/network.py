@@ -41,23 +41,14 @@ up to 0.4 development recipes end lower that way, with 1.2 higher.
 
 
 class History(NamedTuple):
-    """Facts about the run so far that explanations need.
+    """Facts about the run so far that explanations need."""
 
-    Attributes:
-        pace: largest relative update of the median layer so far.
-        first_pace: relative update of the median layer when it was first known.
-        large_outputs: first layer whose outputs were too large at the start; empty if there is none.
-        fastest: relative update of the fastest layer at the peak of its learning rate; 0 if none is known.
-        bad_batch: whether outputs of all layers were once not finite though weights were in order.
-        huge_at_start: a sentence on outputs that were far too large before the first step; empty if none were.
-    """
-
-    pace: float = math.nan
-    first_pace: float = math.nan
-    large_outputs: str = ""
-    fastest: float = 0.0
-    bad_batch: bool = False
-    huge_at_start: str = ""
+    pace: float = math.nan  # largest relative update of the median layer so far
+    first_pace: float = math.nan  # relative update of the median layer when it was first known
+    large_outputs: str = ""  # first layer whose outputs were too large at the start; empty if there is none
+    fastest: float = 0.0  # relative update of the fastest layer at the peak of its learning rate; 0 if none is known
+    bad_batch: bool = False  # whether outputs of all layers were once not finite though weights were in order
+    huge_at_start: str = ""  # a sentence on outputs that were far too large before the first step; empty if none were
 
 
 def of_network(finding: Finding, network: Network, history: History) -> Explanation:

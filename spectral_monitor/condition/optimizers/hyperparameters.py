@@ -28,50 +28,35 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Settings that govern one layer's updates; plain data.
+    """Settings that govern one layer's updates; plain data."""
 
-    Attributes:
-        optimizer: class name; empty if no optimizer holds the layer.
-        family: how the size of an update follows from the gradient, as :func:`family` has it.
-        group: number of the parameter group, counted over all optimizers; -1 if there is none.
-        owner: number of the optimizer; -1 if there is none.
-        lr: learning rate now, as the schedule has it.
-        peak: the highest learning rate that its schedule comes to, or where that is not known, that the group names:
-            ``max_lr``, ``initial_lr`` or ``lr``.
-        eps: of Adam and its kin; NaN if it has none.
-        momentum: of SGD, ``beta1`` of Adam; 0 if it has none.
-        weight_decay: 0 if it has none.
-        decoupled: whether that is taken off the weights, apart from the gradient.
-        frozen: whether no parameter of the layer requires a gradient.
-        elsewhere: whether optimizers train parameters that are no layer's, such as an image.
-        forgotten: whether a gradient lies at it that no optimizer takes.
-        resolution: relative distance of neighbouring numbers in the weights' dtype.
-        rectified: what RAdam or RMSprop multiplies the learning rate of its latest step with, see
-            :func:`rectification`; 1 of other optimizers.
-        reached: the part of what the group names that its schedule has come to when training ends, if it still rises
-            then; 1 if it does not, or that is not known.
-        lasts: the part of training after which its schedule has brought the learning rate next to 0 for good; 1 if it
-            does not, or that is not known.
-        base_momentum: the momentum that the optimizer was made with, whatever a schedule has made of it since.
-    """
-
-    optimizer: str = ""
-    family: str = ""
-    group: int = -1
-    owner: int = -1
-    lr: float = math.nan
+    optimizer: str = ""  # class name; empty if no optimizer holds the layer
+    family: str = ""  # how the size of an update follows from the gradient, as :func:`family` has it
+    group: int = -1  # number of the parameter group, counted over all optimizers; -1 if there is none
+    owner: int = -1  # number of the optimizer; -1 if there is none
+    lr: float = math.nan  # learning rate now, as the schedule has it
+    # the highest learning rate that its schedule comes to, or where that is not known, that the group names:
+    # ``max_lr``, ``initial_lr`` or ``lr``
     peak: float = math.nan
-    eps: float = math.nan
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    decoupled: bool = False
-    frozen: bool = False
-    elsewhere: bool = False
-    forgotten: bool = False
+    eps: float = math.nan  # of Adam and its kin; NaN if it has none
+    momentum: float = 0.0  # of SGD, ``beta1`` of Adam; 0 if it has none
+    weight_decay: float = 0.0  # 0 if it has none
+    decoupled: bool = False  # whether that is taken off the weights, apart from the gradient
+    frozen: bool = False  # whether no parameter of the layer requires a gradient
+    elsewhere: bool = False  # whether optimizers train parameters that are no layer's, such as an image
+    forgotten: bool = False  # whether a gradient lies at it that no optimizer takes
+    # relative distance of neighbouring numbers in the weights' dtype
     resolution: float = torch.finfo(torch.float32).eps
+    # what RAdam or RMSprop multiplies the learning rate of its latest step with, see :func:`rectification`; 1 of other
+    # optimizers
     rectified: float = 1.0
+    # the part of what the group names that its schedule has come to when training ends, if it still rises then; 1 if it
+    # does not, or that is not known
     reached: float = 1.0
+    # the part of training after which its schedule has brought the learning rate next to 0 for good; 1 if it does not,
+    # or that is not known
     lasts: float = 1.0
+    # the momentum that the optimizer was made with, whatever a schedule has made of it since
     base_momentum: float = 0.0
 
     @property
@@ -87,15 +72,10 @@ class Hyperparameters:
 
 
 class WeightDecay(NamedTuple):
-    """Weight decay of a parameter group.
+    """Weight decay of a parameter group."""
 
-    Attributes:
-        factor: of the group; NaN where decay is part of the gradient.
-        beta1: decay of the average of gradients, of AdamW and what works like it; NaN of other optimizers.
-    """
-
-    factor: float
-    beta1: float
+    factor: float  # of the group; NaN where decay is part of the gradient
+    beta1: float  # decay of the average of gradients, of AdamW and what works like it; NaN of other optimizers
 
 
 DECOUPLED = ("adamw", "lion", "muon", "adafactor", "soap")

@@ -23,18 +23,12 @@ CALLS = 32
 
 
 class Plan(NamedTuple):
-    """The course of the learning rate of a parameter group.
+    """The course of the learning rate of a parameter group."""
 
-    Attributes:
-        first: the rate before training.
-        highest: the highest rate of the schedule.
-        rises: whether it is known to be still rising when training ends.
-        lasts: the part of training after which it is next to 0 for good; 1 if it never is, or that is not known.
-    """
-
-    first: float
-    highest: float
-    rises: bool = False
+    first: float  # the rate before training
+    highest: float  # the highest rate of the schedule
+    rises: bool = False  # whether it is known to be still rising when training ends
+    # the part of training after which it is next to 0 for good; 1 if it never is, or that is not known
     lasts: float = 1.0
 
     @classmethod

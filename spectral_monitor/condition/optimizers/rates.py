@@ -43,19 +43,12 @@ RULES: dict[str, Callable[[LayerInfo], float]] = {
 
 @dataclass(frozen=True)
 class Rate:
-    """The learning rate of a layer, compared with those of the others.
+    """The learning rate of a layer, compared with those of the others."""
 
-    Attributes:
-        lr: learning rate of the layer.
-        usual: learning rate by the rule that the others follow.
-        purpose: why it differs on purpose; empty if it does not differ, or for no known purpose.
-        rule: which of :data:`RULES` most layers follow.
-    """
-
-    lr: float
-    usual: float
-    purpose: str = ""
-    rule: str = "one rate"
+    lr: float  # learning rate of the layer
+    usual: float  # learning rate by the rule that the others follow
+    purpose: str = ""  # why it differs on purpose; empty if it does not differ, or for no known purpose
+    rule: str = "one rate"  # which of :data:`RULES` most layers follow
 
     @property
     def factor(self) -> float:

@@ -41,43 +41,21 @@ SAME = 1.05
 
 @dataclass(frozen=True)
 class WidthComparison:
-    """One measurement beside the profile; plain data.
+    """One measurement beside the profile; plain data."""
 
-    Attributes:
-        step: of both.
-        grown: matrix whose inputs grew -> by what factor.
-        ratio: ``update_natural`` over the profile's, median over ``grown``.
-        divisor: what brings updates back to the profile's size, median over ``grown``.
-        rate: learning rate over the profile's, median over ``grown``.
-        lr: the peak that all of ``grown`` have in common; NaN if they differ.
-        optimizer: class name that all of ``grown`` have in common; empty if they differ or it is not known.
-        family: the same of its family.
-    """
-
-    step: int
-    grown: Mapping[str, float]
-    ratio: float
-    divisor: float
-    rate: float
-    lr: float
-    optimizer: str
-    family: str
+    step: int  # of both
+    grown: Mapping[str, float]  # matrix whose inputs grew -> by what factor
+    ratio: float  # ``update_natural`` over the profile's, median over ``grown``
+    divisor: float  # what brings updates back to the profile's size, median over ``grown``
+    rate: float  # learning rate over the profile's, median over ``grown``
+    lr: float  # the peak that all of ``grown`` have in common; NaN if they differ
+    optimizer: str  # class name that all of ``grown`` have in common; empty if they differ or it is not known
+    family: str  # the same of its family
 
 
 @dataclass(frozen=True)
 class WidthFinding:
     """Wider layers than the profile's get larger updates than the profile's.
-
-    Attributes:
-        measurements: that it rests on.
-        layers: those whose inputs grew.
-        width: by what factor, their median.
-        ratio: ``update_natural`` over the profile's, median over measurements of medians over ``layers``.
-        rate: learning rate over the profile's.
-        divisor: what to divide the learning rate by.
-        lr_before: the peak learning rate; NaN if the layers have several.
-        optimizer: class name; empty if there are several or it is not known.
-        family: of the optimizer; empty if there are several or it is not known.
 
     Example:
         >>> print(WidthFinding(5, ("1", "2"), 8.0, 5.9, 1.0, 8.0, 0.001, "Adam", "adam").sentence)
@@ -85,15 +63,15 @@ class WidthFinding:
 by 8 (0.001 -> 0.000125), or use SpectralLRCorrector
     """
 
-    measurements: int
-    layers: tuple[str, ...]
-    width: float
-    ratio: float
-    rate: float
-    divisor: float
-    lr_before: float
-    optimizer: str
-    family: str
+    measurements: int  # that it rests on
+    layers: tuple[str, ...]  # those whose inputs grew
+    width: float  # by what factor, their median
+    ratio: float  # ``update_natural`` over the profile's, median over measurements of medians over ``layers``
+    rate: float  # learning rate over the profile's
+    divisor: float  # what to divide the learning rate by
+    lr_before: float  # the peak learning rate; NaN if the layers have several
+    optimizer: str  # class name; empty if there are several or it is not known
+    family: str  # of the optimizer; empty if there are several or it is not known
 
     @property
     def lr_after(self) -> float:
@@ -143,11 +121,7 @@ def compare_widths(
     """
     if not {"update_natural", "lr"} <= measurement.values.keys():
         return None
-    grown: dict[str, float] = {}
-    ratios: list[float] = []
-    rates: list[float] = []
-    divisors: list[float] = []
-    chosen: list[Hyperparameters] = []
+    grown: list[tuple[str, float, float, float, float, Hyperparameters]] = []
     updates, lrs = (measurement.values[key].tolist() for key in ("update_natural", "lr"))
     for info, update, lr in zip(measurement.layers, updates, lrs, strict=True):
         if info.name not in profile.fans or not profile.covers(measurement.step, info.name):
@@ -160,16 +134,13 @@ def compare_widths(
             continue
         setting = (settings or {}).get(info.name, Hyperparameters())
         rate, ratio = lr / point.lr, update / point.update_natural
-        grown[info.name] = growth
-        ratios.append(ratio)
-        rates.append(rate)
-        divisors.append(divisor(setting.family, growth, rate, ratio))
-        chosen.append(setting)
+        grown.append((info.name, growth, ratio, rate, divisor(setting.family, growth, rate, ratio), setting))
     if not grown:
         return None
+    names, growths, ratios, rates, divisors, chosen = zip(*grown, strict=True)
     return WidthComparison(
         step=measurement.step,
-        grown=grown,
+        grown=dict(zip(names, growths, strict=True)),
         ratio=geometric_median(ratios),
         divisor=geometric_median(divisors),
         rate=geometric_median(rates),

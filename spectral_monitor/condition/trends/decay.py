@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import Row
+from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.measurement import Measurement
 
 LEFT = 0.5
@@ -29,13 +30,13 @@ TINY = 1e-300
 """Stands for 0, which has no logarithm."""
 
 
-class DecayTrend:
+@dataclass
+class DecayTrend(Memory):
     """Remembers the initial size of weights, and which of them have shrunk fast."""
 
-    def __init__(self) -> None:
-        self._first: dict[str, float] = {}  # layer -> Frobenius norm of its weight
-        self._before: dict[str, tuple[int, float]] = {}  # layer -> step and norm at the beginning of the present span
-        self._fast: set[str] = set()  # layers that have shrunk fast
+    first: dict[str, float] = field(default_factory=dict)  # layer -> Frobenius norm of its weight
+    before: dict[str, list[float]] = field(default_factory=dict)  # layer -> [step, norm] where the present span begins
+    fast: list[str] = field(default_factory=list)  # layers that have shrunk fast
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield what decay takes in a step if that is too much, else the remaining part of each weight that decays."""
@@ -51,7 +52,7 @@ class DecayTrend:
         for row in decaying:
             self._look(row, network.step)
         left = {row.name: self._left(row) for row in decaying}
-        fast = {name for name in self._fast if left.get(name, math.nan) < LEFT}
+        fast = {name for name in self.fast if left.get(name, math.nan) < LEFT}
         # If decay is part of a normalized gradient, a weight that the loss hardly depends on shrinks by itself.
         coupled = {row.name for row in decaying if math.isnan(_decay_of_step(row))}
         if 2 * len(fast & coupled) < len(coupled):
@@ -60,7 +61,7 @@ class DecayTrend:
             name = row.name
             if left[name] >= 0 and name not in network.from_zero:
                 band = (LEFT if name in fast else 0.0, math.inf)
-                value, first = row.get("weight_fro"), self._first[name]
+                value, first = row.get("weight_fro"), self.first[name]
                 yield Finding("decay", name, "weight_fro", value, first, band, 1.5, "it began with")
 
     def _look(self, row: Row, now: int) -> None:
@@ -68,31 +69,19 @@ class DecayTrend:
         name, size = row.name, row.get("weight_fro")
         if not 0 <= size < math.inf:
             return
-        self._first.setdefault(name, size)
-        step, before = self._before.setdefault(name, (now, size))
+        self.first.setdefault(name, size)
+        step, before = self.before.setdefault(name, [now, size])
         if now < step + SPAN:
             return
-        self._before[name] = now, size
+        self.before[name] = [now, size]
         lost = math.log(max(before, TINY) / max(size, TINY)) / (now - step)
-        if lost > FAST and _explains(row, lost):
-            self._fast.add(name)
+        if lost > FAST and _explains(row, lost) and name not in self.fast:
+            self.fast.append(name)
 
     def _left(self, row: Row) -> float:
         """Return the remaining part of a weight's initial size; NaN if it began at 0 or is not known."""
-        first = self._first.get(row.name, 0.0)
+        first = self.first.get(row.name, 0.0)
         return row.get("weight_fro") / first if first > 0 else math.nan
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain types; empty if nothing decays."""
-        if not self._first:
-            return {}
-        before = {name: list(pair) for name, pair in self._before.items()}
-        return {"first": dict(self._first), "before": before, "fast": sorted(self._fast)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which is empty if an older version saved it."""
-        self._first, self._fast = dict(state.get("first", {})), set(state.get("fast", ()))
-        self._before = {name: (int(step), float(size)) for name, (step, size) in state.get("before", {}).items()}
 
 
 def _explains(row: Row, lost: float) -> bool:

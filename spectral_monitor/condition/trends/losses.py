@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.trends.pace import SETTLED
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
@@ -33,14 +34,14 @@ Healthy networks stay below 1, the median over :data:`EDGES` measurements.
 """
 
 
-class LossTrend:
+@dataclass
+class LossTrend(Memory):
     """Remembers losses, how far beyond the best length the latest steps were, and what they promised."""
 
-    def __init__(self) -> None:
-        self._edges: list[tuple[float, float]] = []  # the latest known edges, each with its loss
-        self._losses: tuple[float, ...] = ()  # the first and the lowest, if they are known
-        self._promised: list[float] = []  # parts of the loss that the latest steps would take off it to first order
-        self._signed = False  # whether the loss was below 0, so that 0 is nothing special
+    edges: list[list[float]] = field(default_factory=list)  # the latest known edges, each with its loss
+    losses: list[float] = field(default_factory=list)  # the first and the lowest, if they are known
+    promised: list[float] = field(default_factory=list)  # parts of the loss that the latest steps would take off it
+    signed: bool = False  # whether the loss was below 0, so that 0 is nothing special
 
     def findings(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
         """Yield the findings on the loss, healthy or not.
@@ -60,11 +61,11 @@ class LossTrend:
         With several optimizers losses may compete and need not fall. They are not to rise either.
         """
         loss = measurement.summary.get("loss", math.nan)
-        if not self._losses and network.is_early and not math.isnan(loss):
-            self._losses = loss, loss
-        if not self._losses or math.isnan(loss):
+        if not self.losses and network.is_early and not math.isnan(loss):
+            self.losses = [loss, loss]
+        if not self.losses or math.isnan(loss):
             return
-        first, lowest = self._losses
+        first, lowest = self.losses
         if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING:
             least = (RETURN if len(network.parts) > 1 else PROGRESS) * first
             limits = [(least, f"it began with {first:.2g} and should have fallen")]
@@ -72,18 +73,18 @@ class LossTrend:
                 limits.append((RETURN * lowest, f"it was {lowest:.2g} before"))
             limit, against = min(limits)
             yield Finding("loss_returns", NETWORK, "loss", loss, limit, (0.0, 1.0), 1.5, against)
-        self._losses = first, min(loss, lowest)
+        self.losses = [first, min(loss, lowest)]
 
     def _overshooting(self, measurement: Measurement) -> Iterator[Finding]:
         """Yield the median edge of the latest steps, at most 1 while the loss falls."""
         edge, loss = (measurement.summary.get(key, math.nan) for key in ("edge", "loss"))
         if not math.isnan(edge):
-            self._edges = [*self._edges, (edge, loss)][-EDGES:]
-        if len(self._edges) < EDGES:
+            self.edges = [*self.edges, [edge, loss]][-EDGES:]
+        if len(self.edges) < EDGES:
             return
-        losses = [loss for _, loss in self._edges]
+        losses = [loss for _, loss in self.edges]
         falls = max(losses[-2:]) < min(losses[:2])
-        median = statistics.median(edge for edge, _ in self._edges)
+        median = statistics.median(edge for edge, _ in self.edges)
         if falls:
             median = min(median, 1.0)
         if median > 0:
@@ -96,24 +97,12 @@ class LossTrend:
         With several optimizers there may be several losses, of which only one is known.
         """
         change, loss = (measurement.summary.get(key, math.nan) for key in ("loss_change_predicted", "loss"))
-        self._signed |= loss < 0
+        self.signed |= loss < 0
         if loss > 0 and not math.isnan(change):
             part = float(f"{-change / loss:.6g}")  # checkpoints are to be small
-            self._promised = [*self._promised, part][-EDGES:]
-        if len(self._promised) < EDGES or self._signed or len(network.parts) > 1:
+            self.promised = [*self.promised, part][-EDGES:]
+        if len(self.promised) < EDGES or self.signed or len(network.parts) > 1:
             return
-        value = max(statistics.median(self._promised), 0.0)
+        value = max(statistics.median(self.promised), 0.0)
         band, against = (0.0, MOST_OF_LOSS), "the loss itself"
         yield Finding("beyond_loss", NETWORK, "loss_change_predicted", value, 1.0, band, 1.5, against)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        edges = [list(pair) for pair in self._edges]
-        found = {"losses": list(self._losses), "edges": edges, "promised": self._promised, "signed": self._signed}
-        return {key: value for key, value in found.items() if value}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._losses = tuple(map(float, state.get("losses", ())))
-        self._edges = [(float(edge), float(loss)) for edge, loss in state.get("edges", ())]
-        self._promised, self._signed = list(map(float, state.get("promised", ()))), bool(state.get("signed", False))

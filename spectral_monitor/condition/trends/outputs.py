@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.fitting.medians import nanmax
 from spectral_monitor.measurement import Measurement
@@ -28,19 +29,15 @@ HEAVY = 5.0
 """A gain that explains large outputs."""
 
 
-class OutputTrend:
-    """Remembers the size of the outputs of layers at the first measurement.
+@dataclass
+class OutputTrend(Memory):
+    """Remembers the size of the outputs of layers at the first measurement."""
 
-    Attributes:
-        large_outputs: the first layer whose outputs were far too large then; empty if there is none.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[str, float] = {}  # RMS of features at the first measurement
-        self._smallest = 0.0  # of those that leave the next matrix with small inputs; 0 if none is known
-        self._late = False  # whether training had gone on for a while by the first measurement
-        self._distance = 0.0  # first known distance of the outputs from what the loss asks for; 0 if none is known
-        self.large_outputs = ""
+    first: dict[str, float] = field(default_factory=dict)  # layer -> RMS of its features at the first measurement
+    smallest: float = 0.0  # of those that leave the next matrix with small inputs; 0 if none is known
+    late: bool = False  # whether training had gone on for a while by the first measurement
+    distance: float = 0.0  # first known distance of the outputs from what the loss asks for; 0 if none is known
+    large_outputs: str = ""  # the first layer whose outputs were far too large then; empty if there is none
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the findings on outputs, healthy or not."""
@@ -51,59 +48,43 @@ class OutputTrend:
     def _features(self, network: Network) -> Iterator[Finding]:
         """Check the largest and the smallest outputs of a layer at the first measurement, before steps change them."""
         rows = [row for row in network.peers if row.get("feature_rms") >= 0]
-        if not self._first:
-            self._first = {row.name: row.get("feature_rms") for row in rows}
-            self._late = not network.is_early
+        if not self.first:
+            self.first = {row.name: row.get("feature_rms") for row in rows}
+            self.late = not network.is_early
             starved = [row for row in rows if row.name not in network.from_zero and not network.is_read(row)]
-            self._smallest = min((x for row in starved if (x := row.get("feature_rms")) > 0), default=0.0)
+            self.smallest = min((x for row in starved if (x := row.get("feature_rms")) > 0), default=0.0)
             # After the beginning only the first layer counts, because inputs of the others may have grown.
             hidden = [row.name for row in network.peers if row.info.role == "operator"]
-            seen = [row for row in rows if row.name in hidden[:1]] if self._late else rows
+            seen = [row for row in rows if row.name in hidden[:1]] if self.late else rows
             self.large_outputs = next((row.name for row in seen if row.get("feature_rms") > FEATURE_LIMIT), "")
-        if not self._first:
+        if not self.first:
             return
         own = network.row(self.large_outputs)
         bias = network.vectors.get(f"{self.large_outputs}.bias")
         heavy = own is not None and own.gain > HEAVY  # then weights or bias are the cause, not inputs
         heavy |= bias is not None and bias.get("weight_natural") > FEATURE_LIMIT / 2
-        largest = self._first.get(self.large_outputs, 1.0 if self._late else max(self._first.values()))
-        if not heavy and (network.fresh or not self._late):
+        largest = self.first.get(self.large_outputs, 1.0 if self.late else max(self.first.values()))
+        if not heavy and (network.fresh or not self.late):
             yield Finding("features", NETWORK, "feature_rms", largest, 1.0, (0.0, FEATURE_LIMIT), 1.5, "usual")
-        if self._smallest and network.fresh and not self._late:
+        if self.smallest and network.fresh and not self.late:
             band = (FEATURE_LEAST, math.inf)
-            yield Finding("features_vanish", NETWORK, "feature_rms", self._smallest, 1.0, band, 1.5, "usual")
+            yield Finding("features_vanish", NETWORK, "feature_rms", self.smallest, 1.0, band, 1.5, "usual")
 
     def targets(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Compare the distance that the loss asked outputs to move at the start with their usual size, 1."""
         distance = measurement.summary.get("loss_distance", math.nan)
-        if not (self._distance or math.isnan(distance)) and network.is_early:
+        if not (self.distance or math.isnan(distance)) and network.is_early:
             sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]
-            self._distance = distance / max([1.0, *sizes])  # max ignores NaN that comes after a number
-        if self._distance > 0:
+            self.distance = distance / max([1.0, *sizes])  # max ignores NaN that comes after a number
+        if self.distance > 0:
             band = (0.0, DISTANCE_LIMIT)
-            yield Finding("targets", NETWORK, "loss_distance", self._distance, 1.0, band, AT_ONCE, "usual")
+            yield Finding("targets", NETWORK, "loss_distance", self.distance, 1.0, band, AT_ONCE, "usual")
 
     def _growth(self, network: Network) -> Iterator[Finding]:
         """Check the largest outputs of a hidden layer after the first steps: too large steps let them grow."""
-        if not self._first or network.is_early:
+        if not self.first or network.is_early:
             return
         largest = nanmax(row.get("feature_rms") for row in network.moved_by_rate if row.info.role == "operator")
         if not math.isnan(largest):
-            limit = max(GROWN_LIMIT, GROWTH * max(self._first.values()))
+            limit = max(GROWN_LIMIT, GROWTH * max(self.first.values()))
             yield Finding("features_grow", NETWORK, "feature_rms", largest, limit, (0.0, 1.0), against="usual")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        return {
-            "first": dict(self._first),
-            "smallest": self._smallest,
-            **({"late": True} if self._late else {}),
-            "distance": self._distance,
-            **({"large_outputs": self.large_outputs} if self.large_outputs else {}),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._first, self._smallest = dict(state["first"]), float(state.get("smallest", 0.0))
-        self._late, self._distance = bool(state.get("late", False)), float(state.get("distance", 0.0))
-        self.large_outputs = str(state.get("large_outputs", ""))

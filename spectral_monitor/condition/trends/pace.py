@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import ALL, Network
 from spectral_monitor.condition.row import Row
+from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.fitting.medians import geometric_median, nanmax
 
@@ -39,15 +40,10 @@ SETTLED = 16
 
 
 class _Steps(NamedTuple):
-    """The largest steps so far, scaled to the peak of the learning rate.
+    """The largest steps so far, scaled to the peak of the learning rate."""
 
-    Attributes:
-        fastest: relative update of the layer that moves most.
-        natural: natural norm of the update of the median layer.
-    """
-
-    fastest: float = 0.0
-    natural: float = 0.0
+    fastest: float = 0.0  # relative update of the layer that moves most
+    natural: float = 0.0  # natural norm of the update of the median layer
 
     def grown(self, rows: Sequence[Row]) -> _Steps:
         """Return the largest of these and of the present steps of some layers."""
@@ -56,22 +52,18 @@ class _Steps(NamedTuple):
         return _Steps(nanmax((self.fastest, fastest)), nanmax((self.natural, natural)))
 
 
-class PaceTrend:
-    """Remembers the largest steps.
+@dataclass
+class PaceTrend(Memory):
+    """Remembers the largest steps."""
 
-    Attributes:
-        pace: the largest relative update of the median layer so far; NaN if none is known.
-        first_pace: the first known one, before large steps have led to larger ones.
-        fastest: relative update of the fastest layer, at the peak of its learning rate, among those that the latest
-            finding on slow steps is about; 0 if none is known.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[int, _Steps] = {}  # of each optimizer, and of all
-        self._rate = math.nan  # highest learning rate at the measurement before
-        self._looked = 0
-        self.pace = self.first_pace = math.nan
-        self.fastest = 0.0
+    pace: float = math.nan  # the largest relative update of the median layer so far; NaN if none is known
+    first_pace: float = math.nan  # the first known one, before large steps have led to larger ones
+    # Relative update of the fastest layer, at the peak of its learning rate, among those that the latest finding on
+    # slow steps is about; 0 if none is known.
+    fastest: float = 0.0
+    steps: dict[int, _Steps] = field(default_factory=dict)  # of each optimizer, and of all
+    rate: float = math.nan  # highest learning rate at the measurement before
+    looked: int = 0  # measurements at which layers moved
 
     def findings(self, network: Network) -> Iterator[Finding]:
         """Yield the findings on the size of steps, healthy or not."""
@@ -98,48 +90,40 @@ class PaceTrend:
 
     def _slowness(self, network: Network) -> Iterator[Finding]:
         """Compare the largest steps so far with healthy ones, once a new network has been measured for long enough."""
-        rises, self._rate = network.top_lr > 1.01 * self._rate, network.top_lr
+        rises, self.rate = network.top_lr > 1.01 * self.rate, network.top_lr
         if not _moving(network):
             return
-        self._looked += 1
+        self.looked += 1
         for key, part in ({ALL: network} | network.parts).items():
-            self._steps[key] = self._steps.get(key, _Steps()).grown(_moving(part))
-        if network.step < SETTLED or self._looked < 4 or rises or not network.fresh or not self._steps[ALL].natural:
+            self.steps[key] = self.steps.get(key, _Steps()).grown(_moving(part))
+        if network.step < SETTLED or self.looked < 4 or rises or not network.fresh or not self.steps[ALL].natural:
             return
         told = replace(self._size(ALL, network), layers=_of_one(network, _moving(network)))
-        self.fastest = self._steps[ALL].fastest
+        self.fastest = self.steps[ALL].fastest
         sizes = {key: self._size(key, part) for key, part in network.parts.items() if _moving(part)}
         slow = [key for key, size in sizes.items() if not size.inside()]
         slowest = min(sizes, key=lambda key: sizes[key].ratio, default=ALL)
         lags = slowest in slow and sizes[slowest].ratio < max(size.ratio for size in sizes.values()) / LAG
         if 0 < len(slow) < len(network.parts) and (lags or not told.inside()):
-            told, self.fastest = sizes[slowest], self._steps[slowest].fastest
+            told, self.fastest = sizes[slowest], self.steps[slowest].fastest
             told = replace(told, layers=_names(network.parts[slowest]))
         yield told
 
     def _size(self, key: int, part: Network) -> Finding:
         """Compare the largest steps of a part of the network with healthy ones."""
         inputs = geometric_median(row.info.fan_in * row.taps for row in _moving(part))
-        value, slow = math.sqrt(math.prod(self._steps[key])), SLOW * min(1.0, inputs / NARROW)
+        value, slow = math.sqrt(math.prod(self.steps[key])), SLOW * min(1.0, inputs / NARROW)
         return Finding("rates_too_small", NETWORK, "update_natural", value, slow, (1.0, math.inf), 1.2, "healthy")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        return {
-            "pace": self.pace,
-            "first_pace": self.first_pace,
-            "fastest": self.fastest,
-            "steps": [[key, *steps] for key, steps in self._steps.items()],
-            "rate": self._rate,
-            "looked": self._looked,
-        }
+        """Return what is remembered, in plain types."""
+        return super().state_dict() | {"steps": [[key, *steps] for key, steps in self.steps.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self.pace, self.first_pace = float(state["pace"]), float(state.get("first_pace", math.nan))
-        self.fastest, self._looked, self._rate = float(state["fastest"]), int(state["looked"]), float(state["rate"])
+        super().load_state_dict(state)
         known = state.get("steps") or [[ALL, self.fastest, state.get("natural", 0.0)]]  # as older versions saved it
-        self._steps = {int(key): _Steps(*map(float, steps)) for key, *steps in known}
+        self.steps = {int(key): _Steps(*map(float, steps)) for key, *steps in known}
 
 
 def _own(network: Network) -> list[Row]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
 
@@ -22,31 +23,24 @@ STEPS = 100
 """Steps that these must span: while a readout that began at zero grows, hidden layers have no gradient."""
 
 
-class ReadoutTrend:
+@dataclass
+class ReadoutTrend(Memory):
     """Counts consecutive measurements at which the readout takes nearly all of the decrease."""
 
-    def __init__(self) -> None:
-        self._count = self._since = 0  # consecutive measurements, and the step of the first
+    count: int = 0  # consecutive measurements
+    since: int = 0  # step of the first of them
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the share of the readout, healthy or not, if hidden layers should learn from the start."""
         share = measurement.summary.get("readout_share", math.nan)
         if math.isnan(share) or not _should_learn(network):
             return
-        self._count = self._count + 1 if share > LIMIT else 0
-        self._since = measurement.step if self._count <= 1 else self._since
-        lasts = self._count >= LONG and measurement.step - self._since >= STEPS
+        self.count = self.count + 1 if share > LIMIT else 0
+        self.since = measurement.step if self.count <= 1 else self.since
+        lasts = self.count >= LONG and measurement.step - self.since >= STEPS
         band = (0.0, LIMIT if lasts else math.inf)
         share, against = max(share, 0.0), "all of the decrease"
         yield Finding("readout_takes_all", NETWORK, "readout_share", share, 1.0, band, AT_ONCE, against)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        return {"count": self._count, "since": self._since}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which is empty if an older version saved it."""
-        self._count, self._since = int(state.get("count", 0)), int(state.get("since", 0))
 
 
 def _should_learn(network: Network) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.plans import FADED, FINAL
+from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.measurement import Measurement
 
@@ -20,11 +21,13 @@ HALF = 0.5
 """A warm-up is longer than training if less than this part of the learning rate is reached by the end."""
 
 
-class ScheduleTrend:
+@dataclass
+class ScheduleTrend(Memory):
     """Remembers the highest learning rate so far, and when it fell to a small part of that."""
 
-    def __init__(self) -> None:
-        self._highest, self._since, self._faded = 0.0, 0, 0.0
+    highest: float = 0.0
+    since: int = 0  # step at which it fell; 0 if it has not
+    faded: float = 0.0  # the learning rate then
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the findings on warm-up and decay of the learning rate, healthy or not."""
@@ -41,25 +44,13 @@ class ScheduleTrend:
         lr, step = network.top_lr, measurement.step
         if not lr > 0:
             return
-        self._highest = max(self._highest, lr)
-        part = lr / self._highest
+        self.highest = max(self.highest, lr)
+        part = lr / self.highest
         if part > FADED:
-            self._since = 0
-        elif not self._since:
-            self._since, self._faded = step, lr
-        over = self._since > 0 and step >= max(TIMES * self._since, STEPS)
+            self.since = 0
+        elif not self.since:
+            self.since, self.faded = step, lr
+        over = self.since > 0 and step >= max(TIMES * self.since, STEPS)
         band = (FADED if over else 0.0, 1.0)
-        against = (
-            f"has fallen from {self._highest:.2g} to {self._faded:.2g} by step {self._since}, and training goes on"
-        )
+        against = f"has fallen from {self.highest:.2g} to {self.faded:.2g} by step {self.since}, and training goes on"
         yield Finding("faded", NETWORK, "lr", part, 1.0, band, AT_ONCE, against)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        faded = {"faded": self._faded} if self._faded else {}
-        return {"highest": self._highest, "since": self._since, **faded}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which is empty if an older version saved it."""
-        self._highest, self._since = float(state.get("highest", 0.0)), int(state.get("since", 0))
-        self._faded = float(state.get("faded", 0.0))

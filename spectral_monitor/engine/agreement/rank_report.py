@@ -14,99 +14,59 @@ from spectral_monitor.sharding import ProcessGroup
 
 @dataclass
 class LayerObservation:
-    """One process's report about one layer, as numbers.
+    """One process's report about one layer, as numbers."""
 
-    Attributes:
-        stepped: its optimizer made its step.
-        unused: it had no gradient.
-        called: it was called.
-        hidden: why features of its calls cannot be seen, a key of ``WHY_HIDDEN``; 0 if they can.
-        fed: its inputs are available.
-        lasted: its outputs are.
-        graded: every output received its gradient once.
-        eps: rounding of its outputs.
-        inputs, outputs: rows of each.
-        split_inputs, split_outputs: whether those are not the rows of the others that get the same batch.
-        input_features, output_features: entries in each row.
-        input_print: a number that is equal where inputs are, NaN where they repeat themselves.
-        place: whether it is a readout, see :mod:`.output_layers`; 0 if that was not seen.
-    """
-
-    stepped: float = 0.0
-    unused: float = 0.0
-    called: float = 0.0
-    hidden: float = 0.0
-    fed: float = 0.0
-    lasted: float = 0.0
-    graded: float = 0.0
-    eps: float = 0.0
-    inputs: float = 0.0
-    outputs: float = 0.0
-    split_inputs: float = 0.0
-    split_outputs: float = 0.0
-    input_features: float = 0.0
-    output_features: float = 0.0
-    input_print: float = 0.0
-    place: float = 0.0
+    stepped: float = 0.0  # its optimizer made its step
+    unused: float = 0.0  # it had no gradient
+    called: float = 0.0  # it was called
+    hidden: float = 0.0  # why features of its calls cannot be seen, a key of ``WHY_HIDDEN``; 0 if they can
+    fed: float = 0.0  # its inputs are available
+    lasted: float = 0.0  # its outputs are
+    graded: float = 0.0  # every output received its gradient once
+    eps: float = 0.0  # rounding of its outputs
+    inputs: float = 0.0  # rows of its inputs
+    outputs: float = 0.0  # rows of its outputs
+    split_inputs: float = 0.0  # whether those are not the rows of the others that get the same batch
+    split_outputs: float = 0.0  # the same of outputs
+    input_features: float = 0.0  # entries in each row
+    output_features: float = 0.0  # the same of outputs
+    input_print: float = 0.0  # a number that is equal where inputs are, NaN where they repeat themselves
+    place: float = 0.0  # whether it is a readout, see :mod:`.output_layers`; 0 if that was not seen
 
 
 @dataclass
 class StepObservation:
-    """One process's report about the whole step, as numbers.
+    """One process's report about the whole step, as numbers."""
 
-    Attributes:
-        failed: something went wrong; nothing is to be measured.
-        stepped: an optimizer has made its step; where some are awaited, one of these.
-        optional: if none has, nothing is measured.
-        moved: weights of the forward were not those before the update.
-        closures: how often the closure ran.
-        again: how the forward can be run again: 0 not at all, 1 as one call of a module, 2 as the training step.
-        loss: whether the loss before the step is known.
-        measured: steps that were measured before.
-        drifts: those of them that ``feature_drift`` was asked of.
-        probe: whether the probe batch has been taken.
-        part: whether the first samples will do where the forward is run again, as
-            :mod:`~spectral_monitor.engine.features.replay_subset` has it.
-        samples: how many those would be; 0 for all.
-        apart: steps from the measured step before to the next one, at least, by this process's clock.
-        begun: the loss that the backward pass began with, NaN if it is not known.
-        whole: whether all that led to the loss can be run again for the loss after the step.
-    """
-
-    failed: float = 0.0
-    stepped: float = 0.0
-    optional: float = 0.0
-    moved: float = 0.0
-    closures: float = 0.0
+    failed: float = 0.0  # something went wrong; nothing is to be measured
+    stepped: float = 0.0  # an optimizer has made its step; where some are awaited, one of these
+    optional: float = 0.0  # if none has, nothing is measured
+    moved: float = 0.0  # weights of the forward were not those before the update
+    closures: float = 0.0  # how often the closure ran
+    # how the forward can be run again: 0 not at all, 1 as one call of a module, 2 as the training step
     again: float = 0.0
-    loss: float = 0.0
-    measured: float = 0.0
-    drifts: float = 0.0
-    probe: float = 0.0
+    loss: float = 0.0  # whether the loss before the step is known
+    measured: float = 0.0  # steps that were measured before
+    drifts: float = 0.0  # those of them that ``feature_drift`` was asked of
+    probe: float = 0.0  # whether the probe batch has been taken
+    # whether the first samples will do where the forward is run again, as
+    # :mod:`~spectral_monitor.engine.features.replay_subset` has it
     part: float = 0.0
-    samples: float = 0.0
-    apart: float = 0.0
-    begun: float = math.nan
-    whole: float = 0.0
+    samples: float = 0.0  # how many those would be; 0 for all
+    apart: float = 0.0  # steps from the measured step before to the next one, at least, by this process's clock
+    begun: float = math.nan  # the loss that the backward pass began with, NaN if it is not known
+    whole: float = 0.0  # whether all that led to the loss can be run again for the loss after the step
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """The position of this process's rows among those of all.
+    """The position of this process's rows among those of all."""
 
-    Attributes:
-        offset: of its first.
-        count: how many it has.
-        total: how many all have.
-        speaks: whether it is the first that has these rows.
-        holders: processes that have rows of their own.
-    """
-
-    offset: int
-    count: int
-    total: int
-    speaks: bool
-    holders: int
+    offset: int  # of its first
+    count: int  # how many it has
+    total: int  # how many all have
+    speaks: bool  # whether it is the first that has these rows
+    holders: int  # processes that have rows of their own
 
 
 class RankReports:

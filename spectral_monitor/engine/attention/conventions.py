@@ -21,31 +21,20 @@ Rotation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Mask(NamedTuple):
-    """A mask on some rows of some sequences.
+    """A mask on some rows of some sequences."""
 
-    Attributes:
-        allowed: broadcasts to (sequences, heads, rows, keys).
-        bias: is added to logits; 0 where there is none.
-    """
-
-    allowed: Tensor
-    bias: Tensor
+    allowed: Tensor  # broadcasts to (sequences, heads, rows, keys)
+    bias: Tensor  # is added to logits; 0 where there is none
 
 
 class Sample(NamedTuple):
-    """The part of a batch that is looked at.
+    """The part of a batch that is looked at."""
 
-    Attributes:
-        sequences: their places in the batch.
-        rows: of queries, in each.
-        batch, queries, keys: sequences of the batch, and the lengths of one.
-    """
-
-    sequences: Tensor
-    rows: Tensor
-    batch: int
-    queries: int
-    keys: int
+    sequences: Tensor  # their places in the batch
+    rows: Tensor  # of queries, in each
+    batch: int  # sequences of the batch
+    queries: int  # length of one
+    keys: int  # the same of keys
 
 
 def masks(module: nn.Module, arguments: Mapping[str, Any], sample: Sample) -> list[Mask]:

@@ -28,37 +28,24 @@ ROWS, RATIOS, COUNTED, INNER, DH, H, B = range(7)
 
 
 class Found(NamedTuple):
-    """Sums over the rows of a layer.
+    """Sums over the rows of a layer."""
 
-    Attributes:
-        sums: (G, 7) of each group of rows.
-        size: entries of all of them.
-        rows: how many were compared.
-        of: how many there are.
-        graded: whether their gradients are available.
-    """
-
-    sums: Tensor
-    size: int
-    rows: int
-    of: int
-    graded: bool
+    sums: Tensor  # (G, 7) of each group of rows
+    size: int  # entries of all of them
+    rows: int  # how many were compared
+    of: int  # how many there are
+    graded: bool  # whether their gradients are available
 
 
 @dataclass
 class ChangeStage:
-    """Puts what forwards after the step say of the rows that were measured before it.
-
-    Attributes:
-        probe_lost: whether the first probe batch was taken in some processes only, and is of no use.
-        off: whether some process has seen that forwards must be of all samples.
-        unchosen: layers that were called as before, but with none of the rows that are compared.
-    """
+    """Puts what forwards after the step say of the rows that were measured before it."""
 
     rows: RowStage
     full: FullStage
-    probe_lost: bool = False
-    off: bool = False
+    probe_lost: bool = False  # whether the first probe batch was taken in some processes only, and is of no use
+    off: bool = False  # whether some process has seen that forwards must be of all samples
+    # layers that were called as before, but with none of the rows that are compared
     unchosen: set[int] = field(default_factory=set)
 
     def measure(self, done: ReplayOutcome, off: bool, facts: StepContext, before: Tensor | None) -> Coroutine[None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.records.assumption_checks import is_pointwise
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
-from spectral_monitor.capture.replay.feature_change import PARTS, Outputs, Replay
+from spectral_monitor.capture.replay.feature_change import PARTS, Outputs, Replay, first_outputs
 from spectral_monitor.engine.features.linearization import SINCE_START, Linearization
 from spectral_monitor.engine.features.replays import Probe
 from spectral_monitor.engine.features.step_inputs import Context
@@ -58,8 +58,8 @@ class FullStage:
         read |= {i for i, layer in layers.items() if is_pointwise(layer)} if self.keys & PARTS else set()
         inputs = {i: rows for k in sorted(read) for i, rows in self.features.inputs(k).items()} or None
         if portion is not None:
-            outputs = self.features.first(outputs, portion)
-            inputs = None if inputs is None else self.features.first(inputs, portion)
+            outputs = first_outputs(outputs, portion)
+            inputs = None if inputs is None else first_outputs(inputs, portion)
         return Replay(outputs, self.keys - PARTS, inputs, None if portion is None else portion.samples)
 
     def checks(self) -> None:

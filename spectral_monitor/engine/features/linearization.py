@@ -68,14 +68,10 @@ def _copied_rows(given: Tensor | None, out: Tensor, layer: Layer, kept: CallRows
 
 @dataclass
 class _Rows:
-    """A watcher that copies rows of calls, those that were kept of the probe batch, with their derivatives.
+    """A watcher that copies rows of calls, those that were kept of the probe batch, with their derivatives."""
 
-    Attributes:
-        kept: what was kept of the calls.
-        found: layer index -> what each call showed; ``None`` if it was called differently.
-    """
-
-    kept: Outputs
+    kept: Outputs  # what was kept of the calls
+    # layer index -> what each call showed; ``None`` if it was called differently
     found: dict[int, list[_Moving | None]] = field(default_factory=dict)
 
     def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:

@@ -13,7 +13,7 @@ from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.hooks.recording import Watcher
 from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.eager_pass import LossGradient
-from spectral_monitor.capture.replay.feature_change import Outputs, Replay
+from spectral_monitor.capture.replay.feature_change import Outputs, Replay, first_outputs
 from spectral_monitor.capture.replay.graph_replay import sees_all_modules, unseen
 from spectral_monitor.capture.replay.replay import Repeatable, Replayable, RootCall, why_not
 from spectral_monitor.capture.replay.sample_independence import (
@@ -232,7 +232,7 @@ class Replays:
         if self.probe is None and "probe" in self.needs:
             outputs, portion = replay.outputs, self.slices.portion
             if part == UNSEEN and portion is not None:
-                run, outputs = again.part(slice(portion.samples)), self._features.first(outputs, portion)
+                run, outputs = again.part(slice(portion.samples)), first_outputs(outputs, portion)
             kept: Outputs = {
                 i: [replace(call, h=call.h.to("cpu", copy=True), b=None) for call in calls]
                 for i, calls in outputs.items()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.records.calls import Call, joined
-from spectral_monitor.capture.row_sampling import RowSampler, sample_size
+from spectral_monitor.capture.row_sampling import sample_size, share_of_rows
 from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.engine.results.raw import RawScalars
 from spectral_monitor.engine.settings import Settings
@@ -86,21 +86,13 @@ def _rows_size(rows: Tensor | None) -> _Size | None:
 
 
 class _Chosen(NamedTuple):
-    """The rows of a layer that are measured.
+    """The rows of a layer that are measured."""
 
-    Attributes:
-        first: how many of other processes come before those of this one.
-        total: how many all have.
-        rows: of this process, before choosing; ``None`` if it has none, or another speaks for it.
-        kept: those chosen of them; ``None`` for all, which may have been chosen before.
-        holders: processes that have rows of their own.
-    """
-
-    first: int
-    total: int
-    rows: Tensor | None
-    kept: Tensor | None
-    holders: int
+    first: int  # how many of other processes come before those of this one
+    total: int  # how many all have
+    rows: Tensor | None  # of this process, before choosing; ``None`` if it has none, or another speaks for it
+    kept: Tensor | None  # those chosen of them; ``None`` for all, which may have been chosen before
+    holders: int  # processes that have rows of their own
 
     def get(self) -> Tensor | None:
         """Return the chosen rows of this process."""
@@ -128,7 +120,6 @@ class RowStage:
     settings: Settings
     census: RankReports
     exchange: AllReduce | None
-    picker: RowSampler
     out: RawScalars
     samples: dict[int, Tensor] = field(default_factory=dict)
 
@@ -173,16 +164,17 @@ class RowStage:
     def _which(self, name: str) -> str:
         return "inputs" if name == "h_in" else "outputs"
 
-    def _chosen(self, i: int, name: str, found: Tensor | None, room: int) -> _Chosen:
-        """Return the rows of a layer to measure, at most ``room`` over all processes."""
+    def _chosen(self, i: int, name: str, found: Tensor | None, most: int) -> _Chosen:
+        """Return the rows of a layer to measure, over all processes at most so many, or all with max_rows=None."""
         place = self.census.rows(i, self._which(name))
-        total = place.total if self.settings.max_rows is None else min(place.total, room)
+        room = None if self.settings.max_rows is None else most
+        total = place.total if room is None else min(place.total, room)
         if found is None or (self.cols(i, name) is None and not place.speaks):
             return _Chosen(0, total, None, None, place.holders)
         if self.exchange is None and len(found) < place.count:
             return _Chosen(0, total, found, None, place.holders)  # chosen when they were seen
         last = place.offset + place.count
-        before, kept = self.picker.share(place.total, room, place.offset, last, found.device)
+        before, kept = share_of_rows(place.total, room, place.offset, last, found.device)
         return _Chosen(before, total, found, kept, place.holders)
 
     def cols(self, i: int, name: str) -> Range | None:

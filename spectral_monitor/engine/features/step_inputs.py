@@ -17,28 +17,20 @@ Context = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Facts about a step that the training loop knows.
+    """Facts about a step that the training loop knows."""
 
-    Attributes:
-        training_step: runs the forward of the whole training step again, for models called in several parts.
-        loss: what the backward pass started from, to tell whether the loss a model returns is that one.
-        accumulated: what the model's loss was divided by to become that.
-        loss_scale: what it was multiplied by before the backward pass, to keep half precision from underflow.
-        loss_parts: of how many losses, of processes and micro-batches, that of the step is the sum; 1 if it is their
-            mean.
-        context: precision the replayed forward runs under, besides the autocast that was recorded.
-        only_if_stepped: measure nothing if no optimizer has stepped.
-        unfit_loss_input: whether the loss is given what is no input for it, as :func:`has_unfit_input` has it;
-            ``None`` where the loss was not seen.
-    """
-
+    # runs the forward of the whole training step again, for models called in several parts
     training_step: Replayable | None = None
+    # what the backward pass started from, to tell whether the loss a model returns is that one
     loss: Tensor | None = None
-    accumulated: int = 1
-    loss_scale: float = 1.0
+    accumulated: int = 1  # what the model's loss was divided by to become that
+    loss_scale: float = 1.0  # what it was multiplied by before the backward pass, to keep half precision from underflow
+    # of how many losses, of processes and micro-batches, that of the step is the sum; 1 if it is their mean
     loss_parts: int = 1
-    context: Context = nullcontext
-    only_if_stepped: bool = False
+    context: Context = nullcontext  # precision the replayed forward runs under, besides the autocast that was recorded
+    only_if_stepped: bool = False  # measure nothing if no optimizer has stepped
+    # whether the loss is given what is no input for it, as :func:`has_unfit_input` has it; ``None`` where the loss was
+    # not seen
     unfit_loss_input: bool | None = None
 
     def trained_on(self, root: Replayable) -> Tensor | None:

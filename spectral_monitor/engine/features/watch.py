@@ -16,7 +16,7 @@ from spectral_monitor.capture.hooks.registration import Harmless
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import Replayable
-from spectral_monitor.capture.row_sampling import Marks, RowSampler, marks
+from spectral_monitor.capture.row_sampling import Marks, chosen_rows, marks
 from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
@@ -46,27 +46,17 @@ from spectral_monitor.sharding import ProcessGroup
 
 @dataclass
 class WatchedForward:
-    """The forward of the step as one process has seen it, when the step is over.
+    """The forward of the step as one process has seen it, when the step is over."""
 
-    Attributes:
-        outputs: layer index -> its outputs in the step.
-        again: how the forward can be run again; ``None`` if it cannot, for the reason ``no_replay``.
-        loss: that it had; ``None`` if it is not known.
-        begun: the loss that the backward pass began with; ``None`` if it is not known.
-        part: whether the first samples will do where it is run again.
-        whole: whether all that led to the loss can be run again.
-        layers, prints: the report on each layer, and hashes of its outputs' rows.
-    """
-
-    layers: list[LayerObservation]
-    prints: Tensor
-    outputs: Outputs = field(default_factory=dict)
-    again: Replayable | None = None
-    no_replay: str = ""
-    loss: Tensor | None = None
-    begun: Tensor | None = None
-    part: float = NO
-    whole: bool = False
+    layers: list[LayerObservation]  # the report on each layer
+    prints: Tensor  # hashes of its outputs' rows
+    outputs: Outputs = field(default_factory=dict)  # layer index -> its outputs in the step
+    again: Replayable | None = None  # how the forward can be run again; ``None`` if it cannot
+    no_replay: str = ""  # why it cannot
+    loss: Tensor | None = None  # that it had; ``None`` if it is not known
+    begun: Tensor | None = None  # the loss that the backward pass began with; ``None`` if it is not known
+    part: float = NO  # whether the first samples will do where it is run again
+    whole: bool = False  # whether all that led to the loss can be run again
 
     @classmethod
     def of(cls, layers: int) -> WatchedForward:
@@ -111,7 +101,6 @@ class FeatureWatch:
         self.replays = Replays(model, wrapper, self.capture, settings, layout.compiled, warn, warn_here)
         self.readouts = Readouts(layout.anatomy)
         self._context: Context = nullcontext
-        self._picker = RowSampler(settings.max_rows)
 
     def clear(self, asked: Settings, facts: StepContext, out: RawScalars) -> None:
         """Drop what was seen, and begin a step of which ``asked`` is measured; ``facts`` are told what is missing."""
@@ -215,7 +204,7 @@ class FeatureWatch:
 
     def begin_rows(self, seen: RankReports) -> RowStage:
         """Begin to measure rows, now that all processes know of each other's."""
-        self._rows = RowStage(self._members, self._asked, seen, self._processes, self._picker, self._out)
+        self._rows = RowStage(self._members, self._asked, seen, self._processes, self._out)
         return self._rows
 
     def routine(self, rows: RowStage, outputs: Outputs) -> Coroutine[None]:
@@ -235,7 +224,8 @@ class FeatureWatch:
         rows = input_rows(self.capture.calls.get(i, ()))
         if rows is None:
             return None
-        index = self._picker.choose(len(rows), rows_worth(self._members[i].layer.layout), rows.device)
+        room = None if self._asked.max_rows is None else rows_worth(self._members[i].layer.layout)
+        index = chosen_rows(len(rows), room, rows.device)
         return rows if index is None else rows[index]
 
     def changes(

@@ -50,79 +50,52 @@ ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
 
 @dataclass
 class StepContext:
-    """Facts about one step on the host, filled in as they become known: those of this process, then those of all.
+    """Facts about one step on the host, filled in as they become known: those of this process, then those of all."""
 
-    Attributes:
-        lr: layer index -> learning rate, for layers some optimizer owns.
-        stepped: layers whose optimizer made its step.
-        unused: layers without a gradient.
-        divided: layers whose parameters are stepped by several optimizers.
-        called: layers that were called in the forward.
-        hidden: layer index -> why features of its calls cannot be seen.
-        fed: layers whose inputs are available.
-        lasted: layers whose outputs are available.
-        graded: layers whose every output received its gradient once.
-        eps: layer index -> rounding of its outputs.
-        replayed: layers whose outputs after the step are known.
-        unchosen: layers whose outputs were computed again, but none of the rows that are compared.
-        held: layer index -> why steps of the optimizer that has it cannot be seen; empty if they can.
-        unseen: why calls of layers were not, or of no use; empty if they were.
-        sampled: whether features are of some samples only, which were run beside the step.
-        halved: whether features are those of autocast, though a forward beside the step could be in full precision.
-        shared: layers whose outputs all samples have in common, where only some samples were run.
-        no_replay: why none are; empty if they should be.
-        no_drift: why ``feature_drift`` is missing; empty if it should not be.
-        closures: how often the closure ran, if more than once.
-        replaced: layers whose weight has become another one since training began.
-        rewritten: whether an optimizer overwrote gradients.
-        clipped: whether gradients were clipped otherwise than by a factor.
-        accumulated: what the loss was divided by before the backward pass.
-        loss_scale: what it was multiplied by.
-        loss_parts: of how many losses like the model's that of the step is the sum; 1 if it is their mean.
-        no_loss: why the loss after the step is not known, where it was asked for by itself, which is that of all
-            micro-batches; ``None`` if it was not.
-        loss_eps: rounding of that loss, if it was.
-        multipliers: layer index -> what a correction multiplied the learning rate with.
-        decay: layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter.
-        attention: layer index -> what must be known of the values of the attention block reported there, by quantity.
-        unfit_loss_input: whether the loss is given what is no input for it; ``None`` where it was not seen.
-        modes: values of the whole network that modules' modes have.
-        why_not: (quantity or what it needs, layer index or NETWORK for all of them) -> why it is missing.
-    """
-
-    lr: dict[int, float] = field(default_factory=dict)
-    stepped: set[int] = field(default_factory=set)
-    unused: set[int] = field(default_factory=set)
-    divided: set[int] = field(default_factory=set)
-    called: set[int] = field(default_factory=set)
-    hidden: Mapping[int, str] = field(default_factory=dict)
-    fed: set[int] = field(default_factory=set)
-    lasted: set[int] = field(default_factory=set)
-    graded: set[int] = field(default_factory=set)
-    eps: dict[int, float] = field(default_factory=dict)
-    replayed: set[int] = field(default_factory=set)
+    lr: dict[int, float] = field(default_factory=dict)  # layer index -> learning rate, for layers some optimizer owns
+    stepped: set[int] = field(default_factory=set)  # layers whose optimizer made its step
+    unused: set[int] = field(default_factory=set)  # layers without a gradient
+    divided: set[int] = field(default_factory=set)  # layers whose parameters are stepped by several optimizers
+    called: set[int] = field(default_factory=set)  # layers that were called in the forward
+    hidden: Mapping[int, str] = field(default_factory=dict)  # layer index -> why features of its calls cannot be seen
+    fed: set[int] = field(default_factory=set)  # layers whose inputs are available
+    lasted: set[int] = field(default_factory=set)  # layers whose outputs are available
+    graded: set[int] = field(default_factory=set)  # layers whose every output received its gradient once
+    eps: dict[int, float] = field(default_factory=dict)  # layer index -> rounding of its outputs
+    replayed: set[int] = field(default_factory=set)  # layers whose outputs after the step are known
+    # layers whose outputs were computed again, but none of the rows that are compared
     unchosen: set[int] = field(default_factory=set)
+    # layer index -> why steps of the optimizer that has it cannot be seen; empty if they can
     held: Mapping[int, str] = field(default_factory=dict)
-    unseen: str = ""
-    sampled: bool = False
+    unseen: str = ""  # why calls of layers were not, or of no use; empty if they were
+    sampled: bool = False  # whether features are of some samples only, which were run beside the step
+    # whether features are those of autocast, though a forward beside the step could be in full precision
     halved: bool = False
+    # layers whose outputs all samples have in common, where only some samples were run
     shared: set[int] = field(default_factory=set)
-    no_replay: str = ""
-    no_drift: str = ""
-    closures: int = 0
-    replaced: set[int] = field(default_factory=set)
-    rewritten: bool = False
-    clipped: bool = False
-    accumulated: int = 1
-    loss_scale: float = 1.0
-    loss_parts: int = 1
+    no_replay: str = ""  # why none are; empty if they should be
+    no_drift: str = ""  # why ``feature_drift`` is missing; empty if it should not be
+    closures: int = 0  # how often the closure ran, if more than once
+    replaced: set[int] = field(default_factory=set)  # layers whose weight has become another one since training began
+    rewritten: bool = False  # whether an optimizer overwrote gradients
+    clipped: bool = False  # whether gradients were clipped otherwise than by a factor
+    accumulated: int = 1  # what the loss was divided by before the backward pass
+    loss_scale: float = 1.0  # what it was multiplied by
+    loss_parts: int = 1  # of how many losses like the model's that of the step is the sum; 1 if it is their mean
+    # why the loss after the step is not known, where it was asked for by itself, which is that of all micro-batches;
+    # ``None`` if it was not
     no_loss: str | None = None
-    loss_eps: float | None = None
+    loss_eps: float | None = None  # rounding of that loss, if it was
+    # layer index -> what a correction multiplied the learning rate with
     multipliers: Mapping[int, float] = field(default_factory=dict)
+    # layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter
     decay: dict[int, WeightDecay] = field(default_factory=dict)
+    # layer index -> what must be known of the values of the attention block reported there, by quantity
     attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    # whether the loss is given what is no input for it; ``None`` where it was not seen
     unfit_loss_input: bool | None = None
-    modes: Mapping[str, float] = field(default_factory=dict)
+    modes: Mapping[str, float] = field(default_factory=dict)  # values of the whole network that modules' modes have
+    # (quantity or what it needs, layer index or NETWORK for all of them) -> why it is missing
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
 

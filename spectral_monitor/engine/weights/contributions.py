@@ -31,21 +31,14 @@ from spectral_monitor.state.dtensor import local_part
 
 @dataclass
 class Gradients:
-    """The gradients of one optimizer's step.
+    """The gradients of one optimizer's step."""
 
-    Attributes:
-        others: parameters of no measured layer, with their values before the step.
-        trained: parameters that have a gradient.
-        norms: of these gradients.
-        copies: of these gradients, where the optimizer will overwrite them.
-        clipping: what clipping has done to them, where that is known.
-    """
-
+    # parameters of no measured layer, with their values before the step
     others: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    trained: list[nn.Parameter] = field(default_factory=list)
-    norms: Tensor = field(default_factory=lambda: torch.empty(0))
-    copies: list[Tensor] = field(default_factory=list)
-    clipping: Clipping | None = None
+    trained: list[nn.Parameter] = field(default_factory=list)  # parameters that have a gradient
+    norms: Tensor = field(default_factory=lambda: torch.empty(0))  # of these gradients
+    copies: list[Tensor] = field(default_factory=list)  # of these gradients, where the optimizer will overwrite them
+    clipping: Clipping | None = None  # what clipping has done to them, where that is known
 
     @property
     def factor(self) -> Tensor | None:

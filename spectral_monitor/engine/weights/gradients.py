@@ -97,14 +97,10 @@ def contribution_here(p: Tensor, old: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Clipping:
-    """The effect of clipping on the gradients of an optimizer's parameters, scalars on their device.
+    """The effect of clipping on the gradients of an optimizer's parameters, scalars on their device."""
 
-    Attributes:
-        factor: by which gradients were larger before.
-        uneven: 1 where no factor says it, for gradients were clipped entry by entry or are others than before, else 0.
-    """
-
-    factor: Tensor
+    factor: Tensor  # by which gradients were larger before
+    # 1 where no factor says it, for gradients were clipped entry by entry or are others than before, else 0
     uneven: Tensor
 
 

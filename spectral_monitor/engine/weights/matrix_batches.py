@@ -255,15 +255,10 @@ def matrix_batches(members: dict[int, BatchMember], exchange: AllReduce | None, 
 
 
 class Chunk(NamedTuple):
-    """Stacks of a single process, or parts of them, that are measured together.
+    """Stacks of a single process, or parts of them, that are measured together."""
 
-    Attributes:
-        stacks: with memory.
-        in_place: whether updates must take the place of the weights before, for want of memory.
-    """
-
-    stacks: list[MatrixBatch]
-    in_place: bool
+    stacks: list[MatrixBatch]  # with memory
+    in_place: bool  # whether updates must take the place of the weights before, for want of memory
 
 
 def chunks(found: Sequence[MatrixBatch], copies: int) -> list[Chunk]:

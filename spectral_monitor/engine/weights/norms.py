@@ -41,15 +41,11 @@ def rows_worth(layout: Layout) -> int:
 
 
 class Job(NamedTuple):
-    """Matrices of some layers, and what is measured of them.
+    """Matrices of some layers, and what is measured of them."""
 
-    Attributes:
-        stack: the matrices.
-        name: of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift`` or ``W0`` at the start, or
-            ``g``, the gradient.
-    """
-
-    stack: MatrixBatch
+    stack: MatrixBatch  # the matrices
+    # of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift`` or ``W0`` at the start, or ``g``,
+    # the gradient
     name: str
 
 
@@ -236,19 +232,12 @@ def _groups(found: Sequence[_Mapped], groups: int, like: Tensor) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """Input rows of the K matrices of a stack, as many for each, zeros where there are fewer.
+    """Input rows of the K matrices of a stack, as many for each, zeros where there are fewer."""
 
-    Attributes:
-        x: (K, R, n), each row divided by its largest entry: products are then as large as the matrices are.
-        sizes: (K, R) what rows were divided by.
-        lengths: (K, R) of the rows of ``x``.
-        counts: layer -> how many rows it has; only layers with inputs are there.
-    """
-
-    x: Tensor
-    sizes: Tensor
-    lengths: Tensor
-    counts: dict[int, int]
+    x: Tensor  # (K, R, n), each row divided by its largest entry: products are then as large as the matrices are
+    sizes: Tensor  # (K, R) what rows were divided by
+    lengths: Tensor  # (K, R) of the rows of ``x``
+    counts: dict[int, int]  # layer -> how many rows it has; only layers with inputs are there
 
 
 class _Mapped(NamedTuple):

@@ -86,17 +86,11 @@ def family_key(family: str) -> str:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of matrices as they are logged.
+    """Groups of matrices as they are logged."""
 
-    Attributes:
-        matrices: places of all.
-        families: name -> places; none in a small network.
-        singles: places of those that are logged one by one.
-    """
-
-    matrices: tuple[int, ...]
-    families: dict[str, tuple[int, ...]]
-    singles: tuple[int, ...]
+    matrices: tuple[int, ...]  # places of all
+    families: dict[str, tuple[int, ...]]  # name -> places; none in a small network
+    singles: tuple[int, ...]  # places of those that are logged one by one
 
 
 @lru_cache(maxsize=8)  # the layers are the same at every measurement

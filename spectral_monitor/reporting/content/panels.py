@@ -11,25 +11,15 @@ from spectral_monitor.quantities import QUANTITIES, questions
 
 @dataclass(frozen=True)
 class Panel:
-    """One question.
+    """One question."""
 
-    Attributes:
-        question: as a title.
-        first: the quantity to look at first.
-        only: the quantities to show, where that is not all whose entry names the question.
-        summaries: of the whole network, that belong to it.
-        roles: of the layers that are shown.
-        by_summary: whether a number of the whole network answers it, rather than a quantity.
-        reading: what is in order, and what it means if it is not; for people who have not read the papers.
-    """
-
-    question: str
-    first: str
-    reading: str
-    summaries: tuple[str, ...] = ()
-    roles: frozenset[str] = MATRICES
-    by_summary: bool = False
-    only: tuple[str, ...] = ()
+    question: str  # as a title
+    first: str  # the quantity to look at first
+    reading: str  # what is in order, and what it means if it is not; for people who have not read the papers
+    summaries: tuple[str, ...] = ()  # of the whole network, that belong to it
+    roles: frozenset[str] = MATRICES  # of the layers that are shown
+    by_summary: bool = False  # whether a number of the whole network answers it, rather than a quantity
+    only: tuple[str, ...] = ()  # the quantities to show, where that is not all whose entry names the question
 
     @property
     def quantities(self) -> tuple[str, ...]:

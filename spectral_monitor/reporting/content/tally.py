@@ -17,22 +17,16 @@ JUDGED_BY = ("update_natural", "weight_natural", "update_ratio")
 
 @dataclass(frozen=True)
 class Tally:
-    """The layers of one measurement by their state; every layer is counted once.
+    """The layers of one measurement by their state; every layer is counted once."""
 
-    Attributes:
-        layers: number of layers: matrices, and vectors with a verdict.
-        network: verdicts on the network as a whole.
-        off: layers that a root verdict names, in the order of the verdicts.
-        disturbed: layer -> the root that it follows from, in the order of the roots.
-        passing: layers outside a band that have no verdict yet; only where a measurement has no states.
-        not_judged: reason -> layers, the most frequent reason first.
-    """
-
-    layers: int
-    network: tuple[Verdict, ...] = ()
-    off: tuple[str, ...] = ()
+    layers: int  # number of layers: matrices, and vectors with a verdict
+    network: tuple[Verdict, ...] = ()  # verdicts on the network as a whole
+    off: tuple[str, ...] = ()  # layers that a root verdict names, in the order of the verdicts
+    # layer -> the root that it follows from, in the order of the roots
     disturbed: dict[str, str] = field(default_factory=dict)
+    # layers outside a band that have no verdict yet; only where a measurement has no states
     passing: tuple[str, ...] = ()
+    # reason -> layers, the most frequent reason first
     not_judged: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property

@@ -22,17 +22,11 @@ MAX_HYPERPARAMETERS = 12
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run.
+    """Facts about a run."""
 
-    Attributes:
-        about: title -> text, such as ``model`` and ``optimizer``.
-        loss: name of the loss; empty where none was found.
-        points: (step, loss), steps rising.
-    """
-
-    about: Mapping[str, str] = field(default_factory=dict)
-    loss: str = ""
-    points: Sequence[tuple[int, float]] = ()
+    about: Mapping[str, str] = field(default_factory=dict)  # title -> text, such as ``model`` and ``optimizer``
+    loss: str = ""  # name of the loss; empty where none was found
+    points: Sequence[tuple[int, float]] = ()  # (step, loss), steps rising
 
 
 def run_facts(file: str | os.PathLike[str]) -> RunFacts:

@@ -24,21 +24,13 @@ MAX_ROWS_OF_CAUSE = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table of layers.
+    """One row of a table of layers."""
 
-    Attributes:
-        places: of its layers in the measurement; several where they are folded.
-        label: the layer's name, or how many they are.
-        state: ``"off"``, ``"disturbed"``, ``"healthy"`` or ``"not judged"``.
-        verdict: of the layer, if it has one and is not folded.
-        what: what is to be said of it.
-    """
-
-    places: tuple[int, ...]
-    label: str
-    state: str
-    verdict: Verdict | None = None
-    what: str = ""
+    places: tuple[int, ...]  # of its layers in the measurement; several where they are folded
+    label: str  # the layer's name, or how many they are
+    state: str  # ``"off"``, ``"disturbed"``, ``"healthy"`` or ``"not judged"``
+    verdict: Verdict | None = None  # of the layer, if it has one and is not folded
+    what: str = ""  # what is to be said of it
 
 
 def rows(measurement: Measurement, ratios: Sequence[float], folded: bool = True) -> list[Row]:

@@ -14,46 +14,27 @@ INDENT = "  "
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
+    """One column of a table."""
 
-    Attributes:
-        title: above it.
-        cells: one for each row.
-        text: whether it is text, which goes to the left.
-        spare: 0 for what stays; where there is no room for all, the highest goes first.
-        quantity: a key of the measurement, if that is what it shows.
-        legend: what it says, where that is not plain.
-        drawn: whether it is a picture made of characters.
-    """
-
-    title: str
-    cells: tuple[str, ...]
-    text: bool = False
-    spare: int = 0
-    quantity: str = ""
-    legend: str = ""
-    drawn: bool = False
+    title: str  # above it
+    cells: tuple[str, ...]  # one for each row
+    text: bool = False  # whether it is text, which goes to the left
+    spare: int = 0  # 0 for what stays; where there is no room for all, the highest goes first
+    quantity: str = ""  # a key of the measurement, if that is what it shows
+    legend: str = ""  # what it says, where that is not plain
+    drawn: bool = False  # whether it is a picture made of characters
 
 
 @dataclass(frozen=True)
 class Table:
-    """The table of a measurement or a model, however it is drawn; ``str`` gives plain text of any width.
+    """The table of a measurement or a model, however it is drawn; ``str`` gives plain text of any width."""
 
-    Attributes:
-        title: one line, the answer first.
-        columns: all of the same length, or none.
-        foot: lines below, after the legends of the columns.
-        state: ``"healthy"``, ``"off"`` or ``"not judged"``; empty where the table is on something else.
-        states: of each row, ``"disturbed"`` among them; empty like ``state``.
-        notes: lines between the title and the rows.
-    """
-
-    title: str
-    columns: tuple[Column, ...]
-    foot: tuple[str, ...] = ()
-    state: str = ""
-    states: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    title: str  # one line, the answer first
+    columns: tuple[Column, ...]  # all of the same length, or none
+    foot: tuple[str, ...] = ()  # lines below, after the legends of the columns
+    state: str = ""  # ``"healthy"``, ``"off"`` or ``"not judged"``; empty where the table is on something else
+    states: tuple[str, ...] = ()  # of each row, ``"disturbed"`` among them; empty like ``state``
+    notes: tuple[str, ...] = ()  # lines between the title and the rows
 
     def __str__(self) -> str:
         return self.plain()
