@@ -25,8 +25,12 @@ def sequence():
 
 
 def recurrent(dtype=None):
-    """The same, batches first: outputs of the LSTM are a view, so that the readout's bias is added apart."""
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+    """The same, batches first: outputs of the LSTM are a view, so that the readout's bias is added apart.
+
+    In half precision without oneDNN, whose LSTMs need a processor with AVX-512 there.
+    """
+    half = dtype is not None
+    with torch.autocast("cpu", dtype, enabled=half), torch.backends.mkldnn.flags(enabled=not half):
         return nn.Linear(8, 3)(nn.LSTM(4, 8, batch_first=True)(torch.randn(2, 6, 4))[0]).transpose(0, 1).float()
 
 

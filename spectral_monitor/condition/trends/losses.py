@@ -28,6 +28,10 @@ The edge stays below 1.3 in healthy networks, with momentum and small batches to
 rate settle there. Where gradients are not those of the loss (straight-through estimators, fixed targets) it may be 3 in
 healthy training, so the loss has to agree.
 """
+FEW_EDGES = 3
+"""With so many known edges whose median is below 1 steps are not too long, whatever the loss does: targets that have
+nothing to do with the inputs, or a decay that takes all weights away, keep it where it began.
+"""
 MOST_OF_LOSS = 3.0
 """Where steps would by their gradients lower a loss by this times itself, the gradient holds for a part of them only.
 Healthy networks stay below 1, the median over :data:`EDGES` measurements.
@@ -66,7 +70,9 @@ class LossTrend(Memory):
         if not self.losses or math.isnan(loss):
             return
         first, lowest = self.losses
-        if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING:
+        edges = [edge for edge, _ in self.edges]
+        calm = len(edges) >= FEW_EDGES and statistics.median(edges) < 1
+        if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING and not calm:
             least = (RETURN if len(network.parts) > 1 else PROGRESS) * first
             limits = [(least, f"it began with {first:.2g} and should have fallen")]
             if loss >= SMALL_PART * first:

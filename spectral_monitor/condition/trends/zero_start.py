@@ -37,6 +37,7 @@ class ZeroStartGate:
         self.why = ""
         self.from_zero: set[str] = set()
         self._growing: dict[str, int] = {}  # layer -> measurements it has been growing for
+        self._open: set[str] = set()  # gains that have had the time to leave zero
         self._looked = 0
 
     @property
@@ -61,12 +62,18 @@ class ZeroStartGate:
             stuck = row is None or not max(row.get("update_natural"), row.get("weight_natural")) > 0
             if looked < (STUCK if stuck else GRACE) and not grown:
                 kept[name] = looked + 1
+            if looked >= STUCK and row is not None and row.info.role == "vector":
+                self._open.add(name)
         self._growing = kept
         self.why = f"{', '.join(self._growing)} began at zero and is still growing" if self._growing else ""
 
     def waits(self, finding: Finding) -> bool:
-        """Return whether a finding does not count yet."""
-        return bool(self._growing) and (finding.check in COMPARING or finding.layer in self._growing)
+        """Return whether a finding does not count yet.
+
+        A gain that has left zero passes some gradient on, however small it is: what still gets none is dead.
+        """
+        growing = self._growing.keys() - self._open if finding.check == "dead" else self._growing
+        return bool(growing) and (finding.check in COMPARING or finding.layer in self._growing)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
