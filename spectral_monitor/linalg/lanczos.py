@@ -71,15 +71,10 @@ def orthonormal(rows: Tensor, basis: Tensor, one: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive undecided matrices of one stack.
+    """Consecutive undecided matrices of one stack."""
 
-    Attributes:
-        A: (k, m, n) the matrices.
-        at: where they lie in the basis.
-    """
-
-    A: ShardedStack
-    at: slice
+    A: ShardedStack  # (k, m, n) the matrices
+    at: slice  # where they lie in the basis
 
     @property
     def size(self) -> int:
