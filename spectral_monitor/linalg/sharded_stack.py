@@ -63,7 +63,7 @@ class ShardedStack:
             if part.members is None:
                 parts.append(replace(part, A=part.A[first:last]))
             else:
-                start, stop = torch.searchsorted(part.members, torch.tensor([first, last])).tolist()
+                start, stop = torch.searchsorted(part.members, torch.tensor([first, last], device="cpu")).tolist()
                 if stop > start:
                     parts.append(replace(part, members=part.members[start:stop] - first, A=part.A[start:stop]))
         return replace(self, shape=(last - first, *self.shape[1:]), parts=tuple(parts))

@@ -259,7 +259,7 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
     space = KrylovSpace(stacks, fro, MAX_STEPS)
     exchange = stacks[0].exchange
     speaks = float(exchange is None or not exchange.rank)
-    found = torch.zeros(3, len(fro), dtype=torch.float64)  # sigma, error, unseen; in units
+    found = torch.zeros(3, len(fro), dtype=torch.float64, device="cpu")  # sigma, error, unseen; in units
     reads: dict[int, int] = {}
     told = nothing = fro.new_zeros(0)
     look: _Look | None = None
@@ -281,7 +281,9 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
             reads[member] = 2 * space.steps
         space.decide(places)
         look, told = None, nothing
-    found[2] += 2 * torch.repeat_interleave(torch.tensor([_slack(A) for A in stacks]), torch.tensor(counts))
+    found[2] += 2 * torch.repeat_interleave(
+        torch.tensor([_slack(A) for A in stacks], device="cpu"), torch.tensor(counts, device="cpu")
+    )
     sigma, error, unseen = to_device(found.to(fro.dtype), fro.device) * fro
     passes = [max(reads[start + k] for k in range(count)) for start, count in zip(space.first, counts, strict=True)]
     return _Norms(sigma, error, unseen * fro, passes)
