@@ -44,7 +44,7 @@ def share_of_rows(
         return first, None
     generator = torch.Generator().manual_seed(count)
     index = torch.randperm(count, generator=generator, device="cpu")[:room].sort().values
-    before, end = torch.searchsorted(index, torch.tensor([first, last])).tolist()
+    before, end = torch.searchsorted(index, torch.tensor([first, last], device="cpu")).tolist()
     return before, (index[before:end] - first).to(device)
 
 

@@ -35,4 +35,6 @@ def bands(findings: Iterable[Finding], layers: Sequence[str]) -> dict[str, Tenso
         reference = math.nan if finding.check == "exploding" else finding.reference
         rows.setdefault(finding.quantity, {})[finding.layer] = (*finding.limits, reference)
     nothing = (math.nan,) * 3
-    return {key: torch.tensor([found.get(layer, nothing) for layer in layers]) for key, found in rows.items()}
+    return {
+        key: torch.tensor([found.get(layer, nothing) for layer in layers], device="cpu") for key, found in rows.items()
+    }

@@ -162,7 +162,6 @@ class Whole(Memory):
         for trend in self._trends:
             trend.load_state_dict(state)
         super().load_state_dict(state)
-        self.symmetric = bool(self.symmetric)
 
 
 def _in_code(measurement: Measurement) -> Iterator[Finding]:

@@ -11,21 +11,14 @@ from spectral_monitor.correction.smoothing import Tracker
 
 @dataclass
 class Multiplier:
-    """Factor on a learning rate, and what it follows from.
+    """Factor on a learning rate, and what it follows from."""
 
-    Attributes:
-        rate: that factor.
-        lowest: the lowest that was found to be right so far.
-        since: step of the first reading; 0 before there is one.
-        size: logarithm of updates for each unit of learning rate, followed through noise.
-        limited: whether it is held at a limit.
-    """
-
-    rate: float
-    lowest: float = math.inf
-    since: int = 0
+    rate: float  # that factor
+    lowest: float = math.inf  # the lowest that was found to be right so far
+    since: int = 0  # step of the first reading; 0 before there is one
+    # logarithm of updates for each unit of learning rate, followed through noise
     size: Tracker = field(default_factory=Tracker)
-    limited: bool = False
+    limited: bool = False  # whether it is held at a limit
 
     @property
     def is_known(self) -> bool:
@@ -59,23 +52,15 @@ class Multiplier:
 
 @dataclass(frozen=True)
 class Change:
-    """A multiplier that was changed.
+    """A multiplier that was changed."""
 
-    Attributes:
-        layer: whose; where several layers share one, the one whose rule counts.
-        before, after: the multiplier.
-        observed, wanted: of the update, in the policy's quantity.
-        quantity: that quantity.
-        limited: whether it is now further off than the settings explain, and held there.
-    """
-
-    layer: str
+    layer: str  # whose; where several layers share one, the one whose rule counts
     before: float
     after: float
-    observed: float
-    wanted: float
-    quantity: str
-    limited: bool = False
+    observed: float  # of the update, in the policy's quantity
+    wanted: float  # the same, as the policy wants it
+    quantity: str  # the policy's
+    limited: bool = False  # whether it is now further off than the settings explain, and held there
 
     @property
     def factor(self) -> float:

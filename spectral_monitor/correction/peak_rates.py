@@ -24,21 +24,13 @@ names, will not come to that: warm-ups rise, and restarts begin with a peak.
 
 @dataclass
 class Peak:
-    """The highest learning rate of a group.
+    """The highest learning rate of a group."""
 
-    Attributes:
-        seen: that it had so far.
-        first: that it had.
-        scheduled: whether something schedules it: it names one, or was another before.
-        named: that it names, or its schedule plans.
-        now: that it has.
-    """
-
-    seen: float
-    first: float
-    scheduled: bool
-    named: float = 0.0
-    now: float = 0.0
+    seen: float  # that it had so far
+    first: float  # that it had
+    scheduled: bool  # whether something schedules it: it names one, or was another before
+    named: float = 0.0  # that it names, or its schedule plans
+    now: float = 0.0  # that it has
 
     @property
     def is_missed(self) -> bool:

@@ -51,11 +51,6 @@ class Tracker:
 
     Errors that all go one way are drift, and made up for in full; errors that cancel out are noise, and mostly left.
 
-    Attributes:
-        level: where the number is; NaN before it was seen.
-        bias: mean error, signs counted.
-        spread: mean size of errors.
-
     Example:
         >>> drift, noise = Tracker(), Tracker()
         >>> levels = [(drift.see(float(step)), noise.see((-1.0) ** step)) for step in range(40)]
@@ -63,9 +58,9 @@ class Tracker:
         (True, True)
     """
 
-    level: float = math.nan
-    bias: float = 0.0
-    spread: float = 0.0
+    level: float = math.nan  # where the number is; NaN before it was seen
+    bias: float = 0.0  # mean error, signs counted
+    spread: float = 0.0  # mean size of errors
 
     def see(self, value: float, scatters: bool = False) -> float:
         """Take in the next value and return the level.

@@ -51,19 +51,12 @@ def product_bound(query: Tensor, key: Tensor) -> Tensor:
 
 
 class AttentionNumbers(NamedTuple):
-    """Numbers of attention on some rows of queries.
+    """Numbers of attention on some rows of queries."""
 
-    Attributes:
-        logit_max: largest logit of an allowed key.
-        entropy: mean over rows and heads of the entropy over the log of the number of allowed keys.
-        lowest: the same of the head where it is lowest.
-        sink: mean weight of the first key.
-    """
-
-    logit_max: Tensor
-    entropy: Tensor
-    lowest: Tensor
-    sink: Tensor
+    logit_max: Tensor  # largest logit of an allowed key
+    entropy: Tensor  # mean over rows and heads of the entropy over the log of the number of allowed keys
+    lowest: Tensor  # the same of the head where it is lowest
+    sink: Tensor  # mean weight of the first key
 
 
 def attention_numbers(logits: Tensor, allowed: Tensor, weights: Tensor) -> AttentionNumbers:

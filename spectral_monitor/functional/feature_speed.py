@@ -48,7 +48,7 @@ def inner_sums(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], dtype: torch.dt
     Short pairs are multiplied together, side by side, and all sums are formed at once.
     """
     if not any(map(len, pairs)):
-        return torch.zeros(len(pairs), dtype=dtype)
+        return torch.zeros(len(pairs), dtype=dtype, device="cpu")
     parts: list[Tensor] = []  # of long pairs, chunk by chunk
     owners: list[int] = []
     short: list[tuple[int, Tensor, Tensor]] = []
@@ -63,8 +63,8 @@ def inner_sums(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], dtype: torch.dt
     if short:
         left, right = (torch.cat(side).to(dtype) for side in ([a for _, a, _ in short], [b for _, _, b in short]))
         values.append(left * right)
-    lengths = torch.tensor([1] * len(owners) + [len(a) for _, a, _ in short])
-    index = torch.repeat_interleave(torch.tensor(owners + [k for k, _, _ in short]), lengths)
+    lengths = torch.tensor([1] * len(owners) + [len(a) for _, a, _ in short], device="cpu")
+    index = torch.repeat_interleave(torch.tensor(owners + [k for k, _, _ in short], device="cpu"), lengths)
     index = to_device(index, values[0].device)
     total = torch.zeros(len(pairs), dtype=torch.float64, device=values[0].device)
     return total.index_add_(0, index, torch.cat(values).double()).to(dtype)

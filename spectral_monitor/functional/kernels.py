@@ -24,7 +24,7 @@ def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
-    drawn: Tensor = torch.randint(0, 2, tuple(shape), generator=generator) * 2.0 - 1.0
+    drawn: Tensor = torch.randint(0, 2, tuple(shape), generator=generator, device="cpu") * 2.0 - 1.0
     return drawn
 
 

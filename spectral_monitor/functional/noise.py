@@ -87,16 +87,11 @@ def noise_moments(squares: Tensor, along: Tensor) -> Tensor:
 
 
 class NoiseScale(NamedTuple):
-    """A noise scale with an interval.
+    """A noise scale with an interval."""
 
-    Attributes:
-        value: ``tr Sigma / |G|^2``; NaN where the estimate of ``|G|^2`` is not above 0.
-        low, high: an interval that holds it in 95 of 100 cases; ``high`` is infinite where ``G`` may be 0.
-    """
-
-    value: float
-    low: float
-    high: float
+    value: float  # ``tr Sigma / |G|^2``; NaN where the estimate of ``|G|^2`` is not above 0
+    low: float  # lower end of an interval that holds it in 95 of 100 cases
+    high: float  # upper end; infinite where ``G`` may be 0
 
 
 def noise_scale(moments: Tensor) -> NoiseScale:

@@ -42,6 +42,6 @@ def standard_error(sums: Tensor, statistic: Callable[[Tensor], Tensor]) -> Tenso
     left = torch.where(there, left, 0.0)
     mean = left.sum(-2, keepdim=True) / G[..., None]
     squares = torch.where(there, (left - mean).square(), 0.0).sum(-2)  # (..., Q)
-    widened = to_device(torch.tensor([math.nan, math.nan, *STUDENT, 1.0], dtype=sums.dtype), sums.device)
+    widened = to_device(torch.tensor([math.nan, math.nan, *STUDENT, 1.0], dtype=sums.dtype, device="cpu"), sums.device)
     factor = widened[G.clamp(max=len(widened) - 1)]
     return (squares * (G - 1) / G).sqrt() * factor

@@ -27,28 +27,19 @@ _NO_CALL = "no module call to hook"
 
 @dataclass(frozen=True)
 class Guess:
-    """A guess at what a parameter is.
+    """A guess at what a parameter is."""
 
-    Attributes:
-        suffix: what follows the module's name in the layer's name.
-        role, layout: as measured; without layout it is not measured, for ``reason``.
-        module: whose calls give features.
-        bare: a parameter whose use is not known; a role the user gives it does not turn it around.
-        unfit: no role makes it measurable.
-        doubted: whether the first call has to show that the module works as its weight says.
-    """
-
-    suffix: str
-    role: str = ""
-    layout: Layout | None = None
-    module: nn.Module | None = None
+    suffix: str  # what follows the module's name in the layer's name
+    role: str = ""  # as measured
+    layout: Layout | None = None  # as measured; without it the parameter is not measured, for ``reason``
+    module: nn.Module | None = None  # whose calls give features
     channels_first: bool = False
     no_features: str = _NO_CALL
     note: str = ""
     reason: str = ""
-    bare: bool = False
-    unfit: bool = False
-    doubted: bool = False
+    bare: bool = False  # a parameter whose use is not known; a role the user gives it does not turn it around
+    unfit: bool = False  # no role makes it measurable
+    doubted: bool = False  # whether the first call has to show that the module works as its weight says
 
 
 ModuleSlot = tuple[nn.Module, str]

@@ -34,17 +34,11 @@ _STATE_SPACE = {
 
 @dataclass(frozen=True)
 class Split:
-    """The split of a matrix's outputs.
+    """The split of a matrix's outputs."""
 
-    Attributes:
-        what: names of the blocks.
-        sizes: outputs of each block at one turn; empty if the numbers do not fit.
-        repeats: how often the blocks take turns.
-    """
-
-    what: str
-    sizes: tuple[int, ...] = ()
-    repeats: int = 1
+    what: str  # names of the blocks
+    sizes: tuple[int, ...] = ()  # outputs of each block at one turn; empty if the numbers do not fit
+    repeats: int = 1  # how often the blocks take turns
 
     def fits(self, outputs: int) -> bool:
         """Return whether the blocks make up these outputs."""

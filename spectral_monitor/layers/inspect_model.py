@@ -38,35 +38,23 @@ PART_OF = "part of the weight of"
 
 @dataclass(frozen=True)
 class Layer:
-    """A measured layer: its public description and where to find it.
-
-    Attributes:
-        info: as in :class:`~spectral_monitor.measurement.LayerInfo`.
-        sources: the live parameters the weight is made of, mostly one that is the weight itself; only read.
-        layout: from the weight to its matrices.
-        module: whose calls give the features, ``None`` where no call can be hooked.
-        channels_first: rows of its inputs and outputs lie along dimension 1 (convolutions).
-        no_features: why there is no ``module``; empty where there is one.
-        tied_to: the layer that already counts these very parameters, empty if none.
-        note: what a reader of the role table should know.
-        compute: makes the weight of the sources; ``None`` where it is the one there is.
-        given: whether the user gave the role.
-        doubted: whether the first call has to show that the module works as its weight says.
-        block: the name that it shares with the parameters that count as one in property (BC): a matrix and the bias
-            beside it, the gain and the bias of a norm.
-    """
+    """A measured layer: its public description and where to find it."""
 
     info: LayerInfo
+    # the live parameters the weight is made of, mostly one that is the weight itself; only read
     sources: tuple[nn.Parameter, ...]
-    layout: Layout
-    module: nn.Module | None
-    channels_first: bool = False
-    no_features: str = ""
-    tied_to: str = ""
-    note: str = ""
+    layout: Layout  # from the weight to its matrices
+    module: nn.Module | None  # whose calls give the features, ``None`` where no call can be hooked
+    channels_first: bool = False  # rows of its inputs and outputs lie along dimension 1 (convolutions)
+    no_features: str = ""  # why there is no ``module``; empty where there is one
+    tied_to: str = ""  # the layer that already counts these very parameters, empty if none
+    note: str = ""  # what a reader of the role table should know
+    # makes the weight of the sources; ``None`` where it is the one there is
     compute: Callable[[], Tensor] | None = None
-    given: bool = False
-    doubted: bool = False
+    given: bool = False  # whether the user gave the role
+    doubted: bool = False  # whether the first call has to show that the module works as its weight says
+    # the name that it shares with the parameters that count as one in property (BC): a matrix and the bias beside it,
+    # the gain and the bias of a norm
     block: str = ""
 
     @torch.no_grad()
@@ -109,19 +97,12 @@ class Unmeasured:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a model.
+    """The parts of a model."""
 
-    Attributes:
-        layers: in registration order.
-        unmeasured: every other parameter, with the reason.
-        whole: whether every operator whose module is called is measured.
-        nodes: modules whose outputs are measured besides.
-    """
-
-    layers: tuple[Layer, ...]
-    unmeasured: tuple[Unmeasured, ...]
-    whole: bool = True
-    nodes: tuple[Layer, ...] = ()
+    layers: tuple[Layer, ...]  # in registration order
+    unmeasured: tuple[Unmeasured, ...]  # every other parameter, with the reason
+    whole: bool = True  # whether every operator whose module is called is measured
+    nodes: tuple[Layer, ...] = ()  # modules whose outputs are measured besides
 
     @property
     def infos(self) -> tuple[LayerInfo, ...]:
@@ -222,22 +203,15 @@ def dissect(
 
 @dataclass(frozen=True)
 class _Found:
-    """A weight of some module, ties included, or a parameter that is part of one.
+    """A weight of some module, ties included, or a parameter that is part of one."""
 
-    Attributes:
-        owner: name of the module.
-        name: of the layer.
-        sources, compute: as in :class:`Layer`.
-        is_part: whether another weight is computed from it.
-    """
-
-    owner: str
-    name: str
+    owner: str  # name of the module
+    name: str  # of the layer
     shape: tuple[int, ...]
-    sources: tuple[nn.Parameter, ...]
+    sources: tuple[nn.Parameter, ...]  # as in :class:`Layer`
     guess: Guess
-    compute: Callable[[], Tensor] | None = None
-    is_part: bool = False
+    compute: Callable[[], Tensor] | None = None  # the same
+    is_part: bool = False  # whether another weight is computed from it
 
 
 def _weights(root: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> list[_Found]:

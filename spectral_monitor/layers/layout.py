@@ -16,26 +16,18 @@ _AXES = {"transposed": (1, 0), "experts": (1, 2), "experts_transposed": (2, 1), 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of the matrices in a parameter.
+    """The layout of the matrices in a parameter."""
 
-    Attributes:
-        kind: ``"linear"`` (out, in); ``"transposed"`` (in, out); ``"experts"`` (groups, out, in);
-            ``"experts_transposed"`` (groups, in, out); ``"conv"`` (out, in / groups, *taps);
-            ``"patches"`` (out, in, *taps), a convolution whose inputs do not overlap: one matrix (out, in * taps);
-            ``"conv_transposed"`` (in, out / groups, *taps); ``"vector"``: any shape, one column.
-        shape: the parameter's shape, leading dimensions of 1 left out.
-        blocks: matrices stacked along the output (a grouped convolution's groups and experts are blocks too).
-        groups: of a convolution, or how many experts.
-        repeats: how often the blocks take turns along the output, once per attention head for instance.
-        sizes: outputs of each block at one turn, where blocks differ.
-    """
-
+    # ``"linear"`` (out, in); ``"transposed"`` (in, out); ``"experts"`` (groups, out, in); ``"experts_transposed"``
+    # (groups, in, out); ``"conv"`` (out, in / groups, *taps); ``"patches"`` (out, in, *taps), a convolution whose
+    # inputs do not overlap: one matrix (out, in * taps); ``"conv_transposed"`` (in, out / groups, *taps); ``"vector"``:
+    # any shape, one column
     kind: Kind
-    shape: tuple[int, ...]
-    blocks: int = 1
-    groups: int = 1
-    repeats: int = 1
-    sizes: tuple[int, ...] = ()
+    shape: tuple[int, ...]  # the parameter's shape, leading dimensions of 1 left out
+    blocks: int = 1  # matrices stacked along the output (a grouped convolution's groups and experts are blocks too)
+    groups: int = 1  # of a convolution, or how many experts
+    repeats: int = 1  # how often the blocks take turns along the output, once per attention head for instance
+    sizes: tuple[int, ...] = ()  # outputs of each block at one turn, where blocks differ
 
     def __post_init__(self) -> None:
         rows = self.outputs

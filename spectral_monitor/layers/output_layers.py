@@ -24,21 +24,13 @@ HEADS = frozenset(
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator whose module is called.
+    """An operator whose module is called."""
 
-    Attributes:
-        name: of the layer.
-        module: whose ``weight`` it is.
-        layout: of the weight.
-        parameters: ids of the parameters the weight is made of.
-        trainable: whether one of them requires a gradient.
-    """
-
-    name: str
-    module: nn.Module
-    layout: Layout
-    parameters: frozenset[int]
-    trainable: bool
+    name: str  # of the layer
+    module: nn.Module  # whose ``weight`` it is
+    layout: Layout  # of the weight
+    parameters: frozenset[int]  # ids of the parameters the weight is made of
+    trainable: bool  # whether one of them requires a gradient
 
     @property
     def inputs(self) -> int:

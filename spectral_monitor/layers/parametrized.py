@@ -19,17 +19,11 @@ from spectral_monitor.state.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Computed:
-    """A weight that is computed.
+    """A weight that is computed."""
 
-    Attributes:
-        sources: the parameters it is computed from.
-        weight: computes it as the last forward did, without a trace.
-        modules: those that are there for nothing else.
-    """
-
-    sources: tuple[nn.Parameter, ...]
-    weight: Callable[[], Tensor]
-    modules: tuple[nn.Module, ...] = ()
+    sources: tuple[nn.Parameter, ...]  # the parameters it is computed from
+    weight: Callable[[], Tensor]  # computes it as the last forward did, without a trace
+    modules: tuple[nn.Module, ...] = ()  # those that are there for nothing else
 
 
 def computed_weights(module: nn.Module) -> dict[str, Computed]:

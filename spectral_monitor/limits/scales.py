@@ -31,20 +31,14 @@ class Scales:
 
     At width n entries of the first matrix begin with standard deviation ``su`` and those of the readout with
     ``sv / n``.
-
-    Attributes:
-        su, sv: standard deviations, see above.
-        lr_u, lr_b: learning rates of the first matrix and its bias, over n.
-        lr_v: learning rate of the readout, times n.
-        lr_out: learning rate of the readout's bias.
     """
 
-    su: float
-    sv: float
-    lr_u: float
-    lr_b: float
-    lr_v: float
-    lr_out: float
+    su: float  # standard deviation, see above
+    sv: float  # standard deviation times n, see above
+    lr_u: float  # learning rate of the first matrix, over n
+    lr_b: float  # learning rate of its bias, over n
+    lr_v: float  # learning rate of the readout, times n
+    lr_out: float  # learning rate of the readout's bias
 
 
 def limit_scales(parametrization: Parametrization, lr: float, fan_in: int, k: int) -> Scales:

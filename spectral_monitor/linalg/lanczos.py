@@ -46,7 +46,7 @@ def start_block(size: int, block: int) -> Tensor:
     """
     generator = torch.Generator("cpu").manual_seed(0x5EC7 + size)
     columns = torch.randn(size, block, generator=generator, dtype=torch.float64, device="cpu")
-    rows = torch.zeros(block, size, dtype=torch.float64)
+    rows = torch.zeros(block, size, dtype=torch.float64, device="cpu")
     rows[: min(size, block)] = torch.linalg.qr(columns).Q.mT
     return rows
 
@@ -71,15 +71,10 @@ def orthonormal(rows: Tensor, basis: Tensor, one: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive undecided matrices of one stack.
+    """Consecutive undecided matrices of one stack."""
 
-    Attributes:
-        A: (k, m, n) the matrices.
-        at: where they lie in the basis.
-    """
-
-    A: ShardedStack
-    at: slice
+    A: ShardedStack  # (k, m, n) the matrices
+    at: slice  # where they lie in the basis
 
     @property
     def size(self) -> int:
@@ -122,7 +117,7 @@ class KrylovSpace:
         self._sizes = [size for size, count in zip(sizes, counts, strict=True) for _ in range(count)]
         like = stacks[0].like
         self.V = like.new_empty(sum(counts), (room + 1) * BLOCK, max(sizes))
-        begin = torch.zeros(len(stacks), BLOCK, max(sizes), dtype=like.dtype)
+        begin = torch.zeros(len(stacks), BLOCK, max(sizes), dtype=like.dtype, device="cpu")
         for k, size in enumerate(sizes):
             begin[k, :, :size] = start_block(size, BLOCK)
         begin = to_device(begin, like.device)
@@ -167,7 +162,7 @@ class KrylovSpace:
         done = set(places)
         left = self.undecided = [place for place in self.undecided if place not in done]
         if left and len(left) <= 0.75 * len(self.members):  # less is not worth the copy
-            here = to_device(torch.tensor(left), self.V.device)
+            here = to_device(torch.tensor(left, device="cpu"), self.V.device)
             self.V, self.T, self._scale = self.V[here], self.T[here], self._scale[here]
             self.members, self._one = [self.members[place] for place in left], self._one[: len(left)]
             self.undecided = list(range(len(left)))
@@ -195,10 +190,12 @@ class KrylovSpace:
         """
         b, end = BLOCK, T.shape[2]
         square = torch.linalg.eigvalsh(T[:, :end])[:, -1].clamp(min=TINY)  # reads the lower triangle
-        beyond = (1 + tol) ** 2 * square[:, None, None] * torch.eye(end, dtype=T.dtype) - T[:, :end]
+        beyond = (1 + tol) ** 2 * square[:, None, None] * torch.eye(end, dtype=T.dtype, device="cpu") - T[:, :end]
         lower, _ = torch.linalg.cholesky_ex(beyond)
         G = torch.cholesky_solve(T[:, end:].mT, lower)[:, :b]
-        n = torch.tensor([self._sizes[self.members[place]] for place in self.undecided], dtype=torch.float64)
+        n = torch.tensor(
+            [self._sizes[self.members[place]] for place in self.undecided], dtype=torch.float64, device="cpu"
+        )
         bound = (n / 2) ** (b / 2) / math.gamma(b / 2 + 1) * torch.linalg.vector_norm(G, dim=(1, 2)) ** b
         return bound, square.sqrt()
 

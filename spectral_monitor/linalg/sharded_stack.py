@@ -13,18 +13,12 @@ from spectral_monitor.linalg.collectives import AllReduce, Coroutine, all_reduce
 
 @dataclass(frozen=True)
 class Shard:
-    """The same rectangle of some members of the stack.
+    """The same rectangle of some members of the stack."""
 
-    Attributes:
-        members: which, (P,) on the CPU; ``None`` for all of them.
-        rows, cols: where the rectangle lies.
-        A: (P, rows, cols) what is in it.
-    """
-
-    members: Tensor | None
-    rows: slice
-    cols: slice
-    A: Tensor
+    members: Tensor | None  # which, (P,) on the CPU; ``None`` for all of them
+    rows: slice  # where the rectangle lies
+    cols: slice  # the same of columns
+    A: Tensor  # (P, rows, cols) what is in it
 
     def at(self, device: torch.device) -> slice | Tensor:
         """Return the index of the members in a tensor on a device."""
@@ -33,22 +27,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardedStack:
-    """K matrices (m, n); their entries are the sums of the rectangles that all processes hold.
+    """K matrices (m, n); their entries are the sums of the rectangles that all processes hold."""
 
-    Attributes:
-        shape: (K, m, n).
-        parts: what this process holds, at most one rectangle of a matrix.
-        split: whether some matrix has rows (first) or columns (second) whose entries are in several processes. Where
-            neither is, each matrix is whole in one process.
-        exchange: the processes; ``None`` if there is one.
-        like: an empty tensor of the dtype and on the device of all.
-    """
-
-    shape: tuple[int, int, int]
-    parts: tuple[Shard, ...]
+    shape: tuple[int, int, int]  # (K, m, n)
+    parts: tuple[Shard, ...]  # what this process holds, at most one rectangle of a matrix
+    # whether some matrix has rows (first) or columns (second) whose entries are in several processes. Where neither is,
+    # each matrix is whole in one process.
     split: tuple[bool, bool]
-    exchange: AllReduce | None
-    like: Tensor
+    exchange: AllReduce | None  # the processes; ``None`` if there is one
+    like: Tensor  # an empty tensor of the dtype and on the device of all
 
     @classmethod
     def whole(cls, A: Tensor) -> ShardedStack:
@@ -76,7 +63,7 @@ class ShardedStack:
             if part.members is None:
                 parts.append(replace(part, A=part.A[first:last]))
             else:
-                start, stop = torch.searchsorted(part.members, torch.tensor([first, last])).tolist()
+                start, stop = torch.searchsorted(part.members, torch.tensor([first, last], device="cpu")).tolist()
                 if stop > start:
                     parts.append(replace(part, members=part.members[start:stop] - first, A=part.A[start:stop]))
         return replace(self, shape=(last - first, *self.shape[1:]), parts=tuple(parts))

@@ -32,25 +32,17 @@ DOUBT = 0.01
 
 @dataclass(frozen=True)
 class SpectralEstimate:
-    """Largest singular values of a stack of K matrices, with bounds; NaN for those with NaN or inf entries.
+    """Largest singular values of a stack of K matrices, with bounds; NaN for those with NaN or inf entries."""
 
-    Attributes:
-        sigma: (K,) the estimate, a Rayleigh quotient and so a lower bound up to rounding.
-        sigma_low: (K,) ``sigma`` less the rounding of this computation: never above the truth.
-        error_bound: (K,) *some* singular value lies this close to ``sigma``: the residual of the singular triplet,
-            plus rounding.
-        sigma_high: (K,) never below the truth: ``sqrt(sigma^2 + (Frobenius norm of what Lanczos has not seen)^2)``,
-            which is at most the Frobenius norm, plus rounding.
-        fro: (K,) Frobenius norms; inf for a matrix with inf entries.
-        passes: how often the matrices were read, at most.
-    """
-
-    sigma: Tensor
-    sigma_low: Tensor
+    sigma: Tensor  # (K,) the estimate, a Rayleigh quotient and so a lower bound up to rounding
+    sigma_low: Tensor  # (K,) ``sigma`` less the rounding of this computation: never above the truth
+    # (K,) *some* singular value lies this close to ``sigma``: the residual of the singular triplet, plus rounding
     error_bound: Tensor
+    # (K,) never below the truth: ``sqrt(sigma^2 + (Frobenius norm of what Lanczos has not seen)^2)``, which is at most
+    # the Frobenius norm, plus rounding
     sigma_high: Tensor
-    fro: Tensor
-    passes: int
+    fro: Tensor  # (K,) Frobenius norms; inf for a matrix with inf entries
+    passes: int  # how often the matrices were read, at most
 
 
 @torch.no_grad()
@@ -133,18 +125,12 @@ def _dealt(stacks: Sequence[ShardedStack], tol: float, bounds: bool) -> Coroutin
 
 
 class _Norms(NamedTuple):
-    """Norms of the K matrices of some stacks, one after the other, before rounding is accounted for.
+    """Norms of the K matrices of some stacks, one after the other, before rounding is accounted for."""
 
-    Attributes:
-        sigma, error: (K,) the norm and its residual.
-        unseen: (K,) squared Frobenius norm of what has not been seen.
-        passes: how often each stack was read.
-    """
-
-    sigma: Tensor
-    error: Tensor
-    unseen: Tensor
-    passes: list[int]
+    sigma: Tensor  # (K,) the norm
+    error: Tensor  # (K,) its residual
+    unseen: Tensor  # (K,) squared Frobenius norm of what has not been seen
+    passes: list[int]  # how often each stack was read
 
     @classmethod
     def exact(cls, sigma: Tensor, passes: list[int]) -> _Norms:
@@ -256,17 +242,11 @@ def _gram(stacks: Sequence[ShardedStack]) -> Coroutine[_Norms]:
 
 
 class _Look(NamedTuple):
-    """A look at the undecided matrices.
+    """A look at the undecided matrices."""
 
-    Attributes:
-        T: projected.
-        sigma: their norms, in units.
-        done: which of them are decided.
-    """
-
-    T: Tensor
-    sigma: Tensor
-    done: Tensor
+    T: Tensor  # projected
+    sigma: Tensor  # their norms, in units
+    done: Tensor  # which of them are decided
 
 
 def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float, bounds: bool) -> Coroutine[_Norms]:
@@ -279,7 +259,7 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
     space = KrylovSpace(stacks, fro, MAX_STEPS)
     exchange = stacks[0].exchange
     speaks = float(exchange is None or not exchange.rank)
-    found = torch.zeros(3, len(fro), dtype=torch.float64)  # sigma, error, unseen; in units
+    found = torch.zeros(3, len(fro), dtype=torch.float64, device="cpu")  # sigma, error, unseen; in units
     reads: dict[int, int] = {}
     told = nothing = fro.new_zeros(0)
     look: _Look | None = None
@@ -301,7 +281,9 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
             reads[member] = 2 * space.steps
         space.decide(places)
         look, told = None, nothing
-    found[2] += 2 * torch.repeat_interleave(torch.tensor([_slack(A) for A in stacks]), torch.tensor(counts))
+    found[2] += 2 * torch.repeat_interleave(
+        torch.tensor([_slack(A) for A in stacks], device="cpu"), torch.tensor(counts, device="cpu")
+    )
     sigma, error, unseen = to_device(found.to(fro.dtype), fro.device) * fro
     passes = [max(reads[start + k] for k in range(count)) for start, count in zip(space.first, counts, strict=True)]
     return _Norms(sigma, error, unseen * fro, passes)

@@ -37,17 +37,11 @@ EVERY = 100
 
 @dataclass(frozen=True)
 class TierCost:
-    """The cost of a tier on this machine.
+    """The cost of a tier on this machine."""
 
-    Attributes:
-        tier: ``"light"``, ``"standard"`` or ``"full"``.
-        seconds: extra time of a measured step.
-        steps: the same in plain steps.
-    """
-
-    tier: str
-    seconds: float
-    steps: float
+    tier: str  # ``"light"``, ``"standard"`` or ``"full"``
+    seconds: float  # extra time of a measured step
+    steps: float  # the same in plain steps
 
     @property
     def share(self) -> float:

@@ -276,7 +276,9 @@ class Supervisor:
         if self._corrector is not None and self._corrector.correction.of_peak:
             summary.pop("edge", None)
         if key in values:
-            values[key] = values[key] / torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers])
+            values[key] = values[key] / torch.tensor(
+                [expected.get(info.name, 1.0) for info in measurement.layers], device="cpu"
+            )
         forgotten = self._forgotten.names(self._engine.optimizers.optimizers)
         verdicts = self._judge.judge(replace(measurement, values=values, summary=summary), settings, forgotten)
         return tuple(
@@ -302,7 +304,7 @@ class Supervisor:
         names = [info.name for info in measurement.layers]
         found, key = bands(self._judge.findings, names), "update_natural"
         if key in found and self._expected:
-            found[key] = found[key] * torch.tensor([[self._expected.get(name, 1.0)] for name in names])
+            found[key] = found[key] * torch.tensor([[self._expected.get(name, 1.0)] for name in names], device="cpu")
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,26 +21,19 @@ NUMBERED = re.compile(r"(.*?\.)??\d+\.")
 
 @dataclass(frozen=True)
 class LayerPosition:
-    """The position of a parameter.
+    """The position of a parameter."""
 
-    Attributes:
-        kind: ``"input"`` reads what does not grow with the width: the data, one-hot tokens, the constant 1 (biases);
-            ``"readout"`` writes the network's outputs; ``"hidden"`` is between.
-        fan_in: inputs of one block, taps of a convolution counted; 1 for embeddings, biases and gains.
-        fan_out: outputs of one block; all of a grouped convolution.
-        index: which of the operators and readouts it is, from 0; of others, 0 or, at a readout, that of the readout.
-        depth: number of operators and readouts.
-        branches: number of hidden matrices, all of which are on the branches of a residual net.
-        on_branch: whether a residual net has it on a branch: a hidden matrix, or a bias or gain beside one or in one
-            numbered part with it (``layers.3.``).
-    """
-
+    # ``"input"`` reads what does not grow with the width: the data, one-hot tokens, the constant 1 (biases);
+    # ``"readout"`` writes the network's outputs; ``"hidden"`` is between
     kind: Kind
-    fan_in: int
-    fan_out: int
+    fan_in: int  # inputs of one block, taps of a convolution counted; 1 for embeddings, biases and gains
+    fan_out: int  # outputs of one block; all of a grouped convolution
+    # which of the operators and readouts it is, from 0; of others, 0 or, at a readout, that of the readout
     index: int = 0
-    depth: int = 1
-    branches: int = 1
+    depth: int = 1  # number of operators and readouts
+    branches: int = 1  # number of hidden matrices, all of which are on the branches of a residual net
+    # whether a residual net has it on a branch: a hidden matrix, or a bias or gain beside one or in one numbered part
+    # with it (``layers.3.``)
     on_branch: bool = False
 
 

@@ -12,15 +12,10 @@ from spectral_monitor.measurement import DENSE
 
 @dataclass(frozen=True)
 class TiedLayers:
-    """Layers whose parameters share one learning rate.
+    """Layers whose parameters share one learning rate."""
 
-    Attributes:
-        leader: the layer whose rule counts, and whose update is looked at.
-        followers: layers besides it.
-    """
-
-    leader: int
-    followers: tuple[int, ...] = ()
+    leader: int  # the layer whose rule counts, and whose update is looked at
+    followers: tuple[int, ...] = ()  # layers besides it
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -82,8 +82,8 @@ class Readings:
 
         values = self.raw.get(name)
         if values is None:
-            return torch.full((1, self._blocks), math.nan, dtype=torch.float64)
-        return torch.as_tensor(values, dtype=torch.float64).view(-1, self._blocks)
+            return torch.full((1, self._blocks), math.nan, dtype=torch.float64, device="cpu")
+        return torch.as_tensor(values, dtype=torch.float64, device="cpu").view(-1, self._blocks)
 
     def _norms(self, name: str, norm: Norm) -> list[float]:
         """Return the norm of each block."""

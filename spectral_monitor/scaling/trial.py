@@ -44,21 +44,13 @@ MAX_BYPASS = 0.1
 
 @dataclass(frozen=True)
 class GradientPass:
-    """Gradients on all batches.
+    """Gradients on all batches."""
 
-    Attributes:
-        loss: mean over batches.
-        gradients: of the parameters, in the order asked for; zero where the loss does not depend on one.
-        h: all that the readout was given, flat, float64.
-        b: the gradient of the loss with respect to it.
-        eps: relative rounding error of ``h``.
-    """
-
-    loss: float
-    gradients: list[Tensor]
-    h: Tensor
-    b: Tensor
-    eps: float
+    loss: float  # mean over batches
+    gradients: list[Tensor]  # of the parameters, in the order asked for; zero where the loss does not depend on one
+    h: Tensor  # all that the readout was given, flat, float64
+    b: Tensor  # the gradient of the loss with respect to it
+    eps: float  # relative rounding error of ``h``
 
 
 class Trial:
@@ -239,20 +231,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class EqualContributionStep:
-    """A step in which all blocks contribute alike.
+    """A step in which all blocks contribute alike."""
 
-    Attributes:
-        loss: before it.
-        rates: of the blocks.
-        decrease: what all contribute.
-        angle, sensitivity: of what the readout is given.
-    """
-
-    loss: float
-    rates: list[float]
-    decrease: float
-    angle: float
-    sensitivity: float
+    loss: float  # before it
+    rates: list[float]  # of the blocks
+    decrease: float  # what all contribute
+    angle: float  # of what the readout is given
+    sensitivity: float  # the same
 
 
 def update_of(gradients: Sequence[Tensor], optimizer: Family) -> list[Tensor]:

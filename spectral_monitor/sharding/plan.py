@@ -17,21 +17,16 @@ from spectral_monitor.state.dtensor import is_distributed, local_part
 
 @dataclass(frozen=True)
 class Holding:
-    """The work of this process for one layer.
+    """The work of this process for one layer."""
 
-    Attributes:
-        extent: what it holds of the parameter.
-        rectangles: what it measures of the matrices: what it holds, or nothing if another process has the same.
-        split: whether some matrix has rows (first) or columns (second) whose entries are in several processes.
-        outputs: of the layer's output features, those it has (tensor parallel processes share them out).
-        inputs: of the layer's input features, the same.
-    """
-
-    extent: ShardRegion
+    extent: ShardRegion  # what it holds of the parameter
+    # what it measures of the matrices: what it holds, or nothing if another process has the same
     rectangles: tuple[Rectangle, ...]
+    # whether some matrix has rows (first) or columns (second) whose entries are in several processes
     split: tuple[bool, bool] = (False, False)
+    # of the layer's output features, those it has (tensor parallel processes share them out)
     outputs: Range | None = None
-    inputs: Range | None = None
+    inputs: Range | None = None  # of the layer's input features, the same
 
     def rows(self, layer: Layer) -> Range | None:
         """Return the range of a matrix's outputs that this process holds whole; ``None`` for all, (0, 0) for none."""

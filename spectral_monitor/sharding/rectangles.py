@@ -15,17 +15,11 @@ from spectral_monitor.sharding.shard_region import Range, ShardRegion
 
 @dataclass(frozen=True)
 class Rectangle:
-    """The same part of ``count`` matrices that follow one another.
+    """The same part of ``count`` matrices that follow one another."""
 
-    Attributes:
-        index: of the first matrix: tap * blocks + block.
-        rows: of the matrix, fan_out.
-        cols: of the matrix, fan_in.
-    """
-
-    index: int
-    rows: Range
-    cols: Range
+    index: int  # of the first matrix: tap * blocks + block
+    rows: Range  # of the matrix, fan_out
+    cols: Range  # of the matrix, fan_in
     count: int = 1
 
 

@@ -18,21 +18,13 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class ShardRegion:
-    """A box in a parameter, or a stretch of its entries in row-major order.
+    """A box in a parameter, or a stretch of its entries in row-major order."""
 
-    Attributes:
-        shape: of the whole parameter.
-        box: a range of each dimension.
-        stretch: instead of the box, a range of entries; ``None`` where the box says it all.
-        placement: the same in words.
-        spread: processes that hold it together.
-    """
-
-    shape: tuple[int, ...]
-    box: tuple[Range, ...]
-    stretch: Range | None = None
-    placement: str = "local"
-    spread: int = 1
+    shape: tuple[int, ...]  # of the whole parameter
+    box: tuple[Range, ...]  # a range of each dimension
+    stretch: Range | None = None  # instead of the box, a range of entries; ``None`` where the box says it all
+    placement: str = "local"  # the same in words
+    spread: int = 1  # processes that hold it together
 
     @cached_property
     def count(self) -> int:

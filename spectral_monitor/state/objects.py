@@ -66,17 +66,11 @@ _LIVING = frozenset(
 
 @dataclass(frozen=True)
 class Layout:
-    """The places where the objects of a class keep their attributes.
+    """The places where the objects of a class keep their attributes."""
 
-    Attributes:
-        space: the descriptor of ``__dict__``, if they have one.
-        slots: the descriptors of ``__slots__``, by name.
-        left_alone: whether it is, or derives from, a class whose objects have a life of their own.
-    """
-
-    space: Any
-    slots: dict[str, Any]
-    left_alone: bool
+    space: Any  # the descriptor of ``__dict__``, if they have one
+    slots: dict[str, Any]  # the descriptors of ``__slots__``, by name
+    left_alone: bool  # whether it is, or derives from, a class whose objects have a life of their own
 
 
 @functools.lru_cache(maxsize=1024)

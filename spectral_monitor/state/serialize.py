@@ -40,7 +40,7 @@ def pack(value: Any, where: str) -> Packed:
     if isinstance(value, Tensor):
         return ["tensor", host_copy(value, where), value.device.type, value.requires_grad]
     if objects.is_array(value) and not value.dtype.hasobject:
-        content = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8)
+        content = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8, device="cpu")
         return ["array", content, value.dtype.str, list(value.shape)]
     if kind in (list, tuple, set):
         return [kind.__name__, kind.__name__, [pack(item, f"{where}[{i}]") for i, item in enumerate(value)]]

@@ -402,6 +402,16 @@ def test_units_that_other_faults_have_made_alike_are_not_told_as_constants():
     assert any(verdict.cause == "symmetric" for verdict in judge.judge(measured(3, **alike)))
 
 
+def test_constants_are_told_by_a_run_that_was_resumed_before_its_first_update():
+    alike = {key: {"b": 8.0 / 2, "c": 8.0 * 2} for key in ("weight_natural", "update_natural")}
+    alike["update_fro"] = {"b": 8.0, "c": 8.0}
+    judge = Judge(SpectralCondition())
+    judge.judge(measured(1, update_natural=nothing(*LAYERS), update_fro=nothing(*LAYERS)))  # as a loss scaler skips it
+    state, judge = judge.state_dict(), Judge(SpectralCondition())
+    judge.load_state_dict(state)
+    assert any(verdict.cause == "symmetric" for verdict in judge.judge(measured(2, **alike)))
+
+
 @pytest.mark.parametrize(
     ("of", "rank", "told"),
     [

@@ -36,16 +36,12 @@ MARK = "_spectral_monitor_correction"
 
 @dataclass
 class _Step:
-    """A step under way.
+    """A step under way."""
 
-    Attributes:
-        frame: of the call that torch's hooks are called from; the step lasts as long as it runs. ``None`` afterwards,
-            for it holds the closure, which holds this: a batch would stay in memory until cycles are looked for.
-        expansion: of the groups, closed while the optimizer is not to see it.
-    """
-
+    # of the call that torch's hooks are called from; the step lasts as long as it runs. ``None`` afterwards, for it
+    # holds the closure, which holds this: a batch would stay in memory until cycles are looked for.
     frame: FrameType | None
-    expansion: Expansion
+    expansion: Expansion  # of the groups, closed while the optimizer is not to see it
 
 
 class LRMultiplierOverride:

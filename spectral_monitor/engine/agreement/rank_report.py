@@ -224,7 +224,7 @@ def agreed(routine: Coroutine[None], processes: ProcessGroup | None) -> Coroutin
         request = next(routine, None)
     except Exception as raised:
         error = raised
-    (failures,) = yield [rank_table(torch.tensor(float(error is not None)), processes)]
+    (failures,) = yield [rank_table(torch.tensor(float(error is not None), device="cpu"), processes)]
     if error is not None:
         raise error
     if failures.any():
@@ -240,8 +240,8 @@ def mean_of_batches(
     """Return the mean over the batches of two numbers, ``None`` if a process does not know them, and sums of flags."""
     if processes is None:
         return pair, list(flags)
-    mine = torch.tensor([0.0, 0.0, float(pair is None), *flags])
+    mine = torch.tensor([0.0, 0.0, float(pair is None), *flags], device="cpu")
     if pair is not None and seen.first_of_batch:
         mine[:2] = pair
     first, second, missing, *sums = (yield from all_reduce_norm(mine, 1, processes)).tolist()
-    return None if missing else torch.tensor([first, second]) / seen.batch_count, sums
+    return None if missing else torch.tensor([first, second], device="cpu") / seen.batch_count, sums

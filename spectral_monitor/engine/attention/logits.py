@@ -101,7 +101,7 @@ def _joined(seen: Tensor) -> dict[str, list[float]]:
 
 
 def _empty() -> Tensor:
-    table = torch.full((WAYS, COLUMNS), WRONG, dtype=torch.float64)
+    table = torch.full((WAYS, COLUMNS), WRONG, dtype=torch.float64, device="cpu")
     table[:, 0] = 1.0
     return table
 
@@ -148,8 +148,8 @@ def _parts(block: AttentionBlock, call: AttentionCall) -> tuple[Sample, Tensor, 
     batch, length = query.shape[:2]
     count = max(1, min(SEQUENCES, batch, POSITIONS // max(length, key.shape[1])))
     device = query.device
-    sequences = torch.linspace(0, batch - 1, count).round().long().to(device)
-    rows = torch.linspace(0, length - 1, min(length, ROWS // count)).round().long().to(device)
+    sequences = torch.linspace(0, batch - 1, count, device="cpu").round().long().to(device)
+    rows = torch.linspace(0, length - 1, min(length, ROWS // count), device="cpu").round().long().to(device)
     sample = Sample(sequences, rows, batch, length, key.shape[1])
     parts = []
     for name, x in zip(projections, (query, key, value), strict=True):

@@ -121,9 +121,9 @@ class ChangeStage:
         means, errors = statistics(groups.sum(1)), standard_error(groups, statistics)  # (L, 3)
         lengths = groups[..., DH:].sum(1).sqrt()  # (L, 3): dh, h, b
         inner = groups[..., INNER].sum(1)
-        every = to_device(torch.tensor([some.rows == some.of for some in found]), groups.device)
+        every = to_device(torch.tensor([some.rows == some.of for some in found], device="cpu"), groups.device)
         errors = torch.where(every[:, None], torch.where(means.isnan(), means, 0.0), errors)
-        parts = to_device(torch.tensor([some.rows / some.of for some in found]), groups.device)
+        parts = to_device(torch.tensor([some.rows / some.of for some in found], device="cpu"), groups.device)
         # Where the sign of the cosine is not known, its inverse may be anything.
         unsure = ~every & (3 * errors[:, 1] >= means[:, 1].abs())
         sensitivity = (errors[:, 2] * parts).masked_fill(unsure, math.inf)
@@ -175,7 +175,7 @@ class ChangeStage:
                 sums[k, :used, INNER] = some[:, INNER]
             if across or place.speaks:
                 sums[k, :used, :INNER], sums[k, :used, DH:] = some[:, :INNER], some[:, DH:]
-                known[k, 1:] = torch.tensor([change.size, sum(change.calls), change.of])
+                known[k, 1:] = torch.tensor([change.size, sum(change.calls), change.of], device="cpu")
             if across:  # a row's length is not known before all features are
                 both = torch.stack([change.lengths, change.before], dim=1).square()
                 rows[place.offset : place.offset + len(both)] = both

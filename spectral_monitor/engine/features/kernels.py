@@ -135,7 +135,7 @@ class GraphPasses:
             edges = [edge for i in layers for edge in graph.edges[i] if edge is not None]
             before = {i: g for i in layers if (g := seen.get(i)) is not None}
             weights = [get_gradient_edge(self.features.layers[i].sources[0]) for i in before]
-            begin = torch.as_tensor(start).to(loss)
+            begin = torch.as_tensor(start, dtype=loss.dtype, device=loss.device)
             found = iter(torch.autograd.grad(loss, [*edges, *weights], begin, allow_unused=True) if edges else ())
             for i in layers:
                 after = [None if edge is None else next(found) for edge in graph.edges[i]]
@@ -155,7 +155,7 @@ class GraphPasses:
 
         def work(graph: Graph, loss: Tensor | None) -> None:
             loss = _differentiable(loss)
-            begun = (loss * torch.as_tensor(start).to(loss)).sum()
+            begun = (loss * torch.as_tensor(start, dtype=loss.dtype, device=loss.device)).sum()
             for i in self._as_before({DUAL}, graph):
                 places = [edge for edge in graph.edges[i] if edge is not None]
                 if len(places) < len(graph.edges[i]):

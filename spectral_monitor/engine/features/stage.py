@@ -214,7 +214,7 @@ class RowStage:
         norms, counts = [], []
         for (i, name), found in sizes.items():
             speaks = self.cols(i, name) is not None or self.census.rows(i, "outputs").speaks
-            norm, entries = found if found is not None and speaks else (torch.zeros(()), 0)
+            norm, entries = found if found is not None and speaks else (torch.zeros((), device="cpu"), 0)
             norms.append(norm)
             counts.append(entries)
         if not norms:
@@ -223,10 +223,10 @@ class RowStage:
         both, numbers = yield from gather(
             [
                 all_reduce_norm(torch.stack([norm.to(device, torch.float64) for norm in norms]), 2, self.exchange),
-                all_reduce_norm(torch.tensor(counts, dtype=torch.float32), 1, self.exchange),
+                all_reduce_norm(torch.tensor(counts, dtype=torch.float32, device="cpu"), 1, self.exchange),
             ]
         )
-        rows = numbers / torch.tensor([float(max(self.feature_count(i, name), 1)) for i, name in sizes])
+        rows = numbers / torch.tensor([float(max(self.feature_count(i, name), 1)) for i, name in sizes], device="cpu")
         for of, spans in _spans(sizes).items():
             self.out.put_each(f"{of}.norm", spans, both)
             self.out.put_each(f"{of}.size", spans, numbers)
@@ -289,7 +289,12 @@ class RowStage:
                 box = ((some.first, some.first + len(rows)), self.cols(i, name) or (0, kind.features))
                 parts[box].append((k, rows.to(like.device)))
         made = [
-            Shard(torch.tensor([k for k, _ in some]), slice(*box[0]), slice(*box[1]), torch.stack([x for _, x in some]))
+            Shard(
+                torch.tensor([k for k, _ in some], device="cpu"),
+                slice(*box[0]),
+                slice(*box[1]),
+                torch.stack([x for _, x in some]),
+            )
             for box, some in parts.items()
         ]
         return ShardedStack((len(chosen), kind.rows, kind.features), tuple(made), kind.split, self.exchange, like)

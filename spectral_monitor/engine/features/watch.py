@@ -61,7 +61,7 @@ class WatchedForward:
     @classmethod
     def of(cls, layers: int) -> WatchedForward:
         """Return that of a forward of which nothing was seen."""
-        return cls([LayerObservation() for _ in range(layers)], torch.zeros(layers, 2))
+        return cls([LayerObservation() for _ in range(layers)], torch.zeros(layers, 2, device="cpu"))
 
 
 class FeatureWatch:

@@ -109,7 +109,7 @@ def _clip_factor(changed: Sequence[Sequence[float]]) -> float:
 
 def _columns(keys: Iterable[str], rows: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
     """Return key -> (L,) the numbers of all layers."""
-    return {key: torch.tensor([row[key] for row in rows], dtype=torch.float32) for key in keys}
+    return {key: torch.tensor([row[key] for row in rows], dtype=torch.float32, device="cpu") for key in keys}
 
 
 def relative_errors(values: Mapping[str, Tensor], errors: Mapping[str, Tensor], key: str) -> list[float]:

@@ -36,7 +36,7 @@ def settle_noise(raw: Raw, facts: StepContext) -> dict[str, tuple[float, str]]:
     for i, scalars in raw.items():
         if MOMENTS not in scalars:
             continue
-        table = torch.as_tensor(scalars[MOMENTS], dtype=torch.float64).view(-1, COLUMNS)
+        table = torch.as_tensor(scalars[MOMENTS], dtype=torch.float64, device="cpu").view(-1, COLUMNS)
         found, why = noise_scale(table[:, 1:]), facts.why_not.get((KEY, NETWORK), "") or _reason(table)
         if i == NETWORK:
             ends = {KEY: (found.value, NO_SIGNAL), LOW: (found.low, ""), HIGH: (found.high, NO_BOUND)}

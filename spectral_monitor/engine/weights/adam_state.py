@@ -39,7 +39,9 @@ def _moments(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> tuple
     betas, step = group.get("betas", (0.0, 0.0)), state.get("step", group.get("step"))
     # 1 - beta2^t, without asking for a count that may lie on the device, and to all digits in float32.
     rate = math.log(float(betas[1])) if float(betas[1]) > 0 else -math.inf
-    corrected = second if step is None else second / -torch.expm1(rate * torch.as_tensor(step, dtype=torch.float32))
+    place = step.device if isinstance(step, Tensor) else "cpu"
+    count = None if step is None else torch.as_tensor(step, dtype=torch.float32, device=place)
+    corrected = second if count is None else second / -torch.expm1(rate * count)
     return gradient, first, corrected, float(group.get("eps", 0.0))
 
 

@@ -36,7 +36,7 @@ class Gradients:
     # parameters of no measured layer, with their values before the step
     others: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     trained: list[nn.Parameter] = field(default_factory=list)  # parameters that have a gradient
-    norms: Tensor = field(default_factory=lambda: torch.empty(0))  # of these gradients
+    norms: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))  # of these gradients
     copies: list[Tensor] = field(default_factory=list)  # of these gradients, where the optimizer will overwrite them
     clipping: Clipping | None = None  # what clipping has done to them, where that is known
 
@@ -118,7 +118,7 @@ class ContributionStage:
         if shares:
             shares = dict(sorted(shares.items()))  # one order on every process, whichever gradients are here
             sums.append(self._contributions(shares, self._arrivals(held, shares), held.factor))
-        changed = torch.zeros(4)
+        changed = torch.zeros(4, device="cpu")
         if held.trained:
             # What the optimizer overwrote (old ones add weight decay in place) is not the loss's gradient any more.
             now, then = gradient_norms(held.trained), held.norms
@@ -177,7 +177,7 @@ class ContributionStage:
         """
         # At once: gradients may be overwritten when the coroutine is run.
         shares = [contribution_here(p, old) / self._copies(p) for p, old in held.others if p.grad is not None]
-        here = torch.stack(shares).sum().reshape(1) if shares else torch.zeros(1)
+        here = torch.stack(shares).sum().reshape(1) if shares else torch.zeros(1, device="cpu")
         if shares and held.factor is not None:
             here = here * held.factor.to(here)
         self._steps += 1

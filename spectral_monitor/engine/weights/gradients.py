@@ -65,7 +65,7 @@ def summed_over(p: Tensor) -> list[int]:
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     """Norms of what is here of the gradients, -1 for those that are gone."""
     if not parameters:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     gradients = [None if p.grad is None else _dense(local_part(p.grad)) for p in parameters]
     there = [g for g in gradients if g is not None]
     doubles = any(g.dtype in (torch.float64, torch.complex128) for g in there)

@@ -113,7 +113,9 @@ class MatrixBatch:
                 end += rectangle.count
             self.sizes.append((end, rows[1] - rows[0], cols[1] - cols[0]))
             if exchange is not None:
-                self.indices.append(torch.cat([torch.arange(first, first + r.count) for _, first, r in entries]))
+                self.indices.append(
+                    torch.cat([torch.arange(first, first + r.count, device="cpu") for _, first, r in entries])
+                )
         for i, places in self.places.items():  # contents come in the order of the rectangles
             if len(places) > 1:
                 places.sort(key=lambda place: members[i].holding.rectangles.index(place[0]))

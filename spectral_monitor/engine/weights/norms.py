@@ -221,13 +221,13 @@ def _side_by_side(columns: Sequence[Tensor], longest: int) -> Tensor:
 
 def _groups(found: Sequence[_Mapped], groups: int, like: Tensor) -> Tensor:
     """Return the group (K, R) of samples each row is of, like some lengths; rows of a sample stand together."""
-    counts = torch.ones(len(like), dtype=torch.long)
+    counts = torch.ones(len(like), dtype=torch.long, device="cpu")
     first = 0
     for job, rows, some in found:
         for i, count in rows.counts.items():
             counts[first + job.stack.spans[i].start : first + job.stack.spans[i].stop] = count
         first += len(some)
-    places = torch.arange(like.shape[1]) * groups // counts[:, None]
+    places = torch.arange(like.shape[1], device="cpu") * groups // counts[:, None]
     return places.clamp(max=groups - 1).to(like.device)  # what comes after them is zero and does not count
 
 

@@ -30,17 +30,11 @@ ONE_HEAD = "how many heads it has is not known, so it is measured as one: heads=
 
 @dataclass(frozen=True)
 class Projection:
-    """The outputs of a layer that are the queries, keys or values of the heads.
+    """The outputs of a layer that are the queries, keys or values of the heads."""
 
-    Attributes:
-        layer: its index.
-        starts: first output of each head; those of a head lie one after the other.
-        size: outputs of a head.
-    """
-
-    layer: int
-    starts: tuple[int, ...]
-    size: int
+    layer: int  # its index
+    starts: tuple[int, ...]  # first output of each head; those of a head lie one after the other
+    size: int  # outputs of a head
 
     @property
     def heads(self) -> int:
@@ -61,33 +55,21 @@ class Projection:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """One attention block of a model.
+    """One attention block of a model."""
 
-    Attributes:
-        name: of its module.
-        module: that holds the projections.
-        query, key, value: outputs of projections; several heads of queries may share one of keys.
-        scale: what products of queries and keys are multiplied with.
-        rotary: whether queries and keys may be rotated by their positions.
-        norms: modules that normalize queries and keys, if any do.
-        output: the projection that reads what attention returns; ``None`` where that is what the module returns.
-        known: whether the number of heads is known.
-        stated: whether the module says what its scale is, or is of a kind that has one.
-        tiled: whether heads that share keys take turns, instead of coming one after the other.
-    """
-
-    name: str
-    module: nn.Module
-    query: Projection
+    name: str  # of its module
+    module: nn.Module  # that holds the projections
+    query: Projection  # several heads of queries may share one of keys
     key: Projection
     value: Projection | None
-    scale: float
-    rotary: bool
-    norms: tuple[nn.Module, nn.Module] | None
+    scale: float  # what products of queries and keys are multiplied with
+    rotary: bool  # whether queries and keys may be rotated by their positions
+    norms: tuple[nn.Module, nn.Module] | None  # modules that normalize queries and keys, if any do
+    # the projection that reads what attention returns; ``None`` where that is what the module returns
     output: nn.Module | None
-    known: bool
-    stated: bool
-    tiled: bool = False
+    known: bool  # whether the number of heads is known
+    stated: bool  # whether the module says what its scale is, or is of a kind that has one
+    tiled: bool = False  # whether heads that share keys take turns, instead of coming one after the other
 
     @property
     def key_heads(self) -> list[int]:

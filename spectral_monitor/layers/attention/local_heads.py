@@ -12,17 +12,12 @@ SPREAD = "processes share out its queries and keys, and do not have whole heads 
 
 @dataclass(frozen=True)
 class LocalHeads:
-    """Heads of which this process has all outputs.
+    """Heads of which this process has all outputs."""
 
-    Attributes:
-        block: the same block with these heads alone, whose outputs are counted from the first one that is here.
-        first: which head of the whole block the first one is.
-        total: heads of the whole block.
-    """
-
+    # the same block with these heads alone, whose outputs are counted from the first one that is here
     block: AttentionBlock
-    first: int
-    total: int
+    first: int  # which head of the whole block the first one is
+    total: int  # heads of the whole block
 
 
 def local_heads(block: AttentionBlock, held: Mapping[int, tuple[int, int] | None]) -> LocalHeads | None:

@@ -78,17 +78,11 @@ def _parsed(function: Any) -> _Function | None:
 
 @dataclass(frozen=True)
 class _Value:
-    """A parameter, or what was made of it so far without any data.
+    """A parameter, or what was made of it so far without any data."""
 
-    Attributes:
-        turned: whether transposed.
-        inside: whether it was multiplied with another weight, and is a part of that product.
-        stack: whether it is a stack of matrices.
-    """
-
-    turned: bool = False
-    inside: bool = False
-    stack: bool = False
+    turned: bool = False  # whether transposed
+    inside: bool = False  # whether it was multiplied with another weight, and is a part of that product
+    stack: bool = False  # whether it is a stack of matrices
 
     def side(self, left: bool) -> Use:
         """Return what it is as a factor: ``w @ x`` takes (out, in), ``x @ w`` takes (in, out)."""

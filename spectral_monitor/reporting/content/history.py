@@ -69,13 +69,13 @@ class Thinned:
 
     def values(self, quantity: str) -> Tensor:
         """Return the values of a quantity, (layers, steps); NaN where it was not measured."""
-        missing = torch.full((len(self.layers),), math.nan)
+        missing = torch.full((len(self.layers),), math.nan, device="cpu")
         columns = [measurement.values.get(quantity, missing) for measurement in self.measurements]
         return torch.stack([missing, *columns], dim=1)[:, 1:]  # there may be none
 
     def bands(self, quantity: str) -> Tensor:
         """Return low, high and reference, (layers, steps, 3); NaN where it was held against nothing."""
-        missing = torch.full((len(self.layers), 3), math.nan)
+        missing = torch.full((len(self.layers), 3), math.nan, device="cpu")
         columns = [measurement.bands.get(quantity, missing) for measurement in self.measurements]
         return torch.stack([missing, *columns], dim=1)[:, 1:]
 

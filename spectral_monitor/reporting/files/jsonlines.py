@@ -156,5 +156,7 @@ def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
 
 def _with_tensors(read: Measurement) -> Measurement:
     """Return a measurement with tensors in the place of lists of numbers."""
-    values, bands = ({key: torch.tensor(some) for key, some in part.items()} for part in (read.values, read.bands))
+    values, bands = (
+        {key: torch.tensor(some, device="cpu") for key, some in part.items()} for part in (read.values, read.bands)
+    )
     return replace(read, values=values, bands=bands)

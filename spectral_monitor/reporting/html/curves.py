@@ -162,7 +162,7 @@ class _Chart:
         self.values, self.limits = values[rows], found.bands(key)[rows][..., :2]
         band = QUANTITIES[key].band
         if band is not None and not self.limits.isfinite().any():  # the judge has none
-            self.limits = torch.tensor(band).expand_as(self.limits)
+            self.limits = torch.tensor(band, device="cpu").expand_as(self.limits)
         verdicts = set(off(now))
         self.outside = [name in verdicts for name in self.names]
         self.crowd = sum(self.outside) > MAX_THICK_LINES

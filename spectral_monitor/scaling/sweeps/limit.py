@@ -28,25 +28,19 @@ FLAT = 0.1
 
 @dataclass(frozen=True)
 class WidthLimit:
-    """One quantity of one layer at infinite width, and the distance of single networks from it.
-
-    Attributes:
-        layer, quantity: which.
-        value: at infinite width, mean over seeds; NaN where there is none.
-        low, high: the 95 % interval of an extrapolated value; the value twice where it is exact.
-        distances: width -> relative distance of the mean over seeds from it.
-        fit: what the mean distance of single networks goes like; -1/2 is expected.
-        reason: why there is no value; empty if there is one.
-    """
+    """One quantity of one layer at infinite width, and the distance of single networks from it."""
 
     layer: str
     quantity: str
-    value: float = math.nan
+    value: float = math.nan  # at infinite width, mean over seeds; NaN where there is none
+    # lower end of the 95 % interval of an extrapolated value; the value itself where it is exact
     low: float = math.nan
-    high: float = math.nan
+    high: float = math.nan  # the same of the upper end
+    # width -> relative distance of the mean over seeds from it
     distances: Mapping[int, float] = field(default_factory=dict)
+    # what the mean distance of single networks goes like; -1/2 is expected
     fit: Fit = field(default_factory=lambda: Fit(reason="no values"))
-    reason: str = ""
+    reason: str = ""  # why there is no value; empty if there is one
 
     @property
     def sentence(self) -> str:

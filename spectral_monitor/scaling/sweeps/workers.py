@@ -57,16 +57,11 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class PointJob:
-    """The training of one point as a function without arguments, to be sent anywhere.
-
-    Attributes:
-        recipe, key: what is trained.
-        threads: of torch, all processes of the point together. Sums over other numbers of threads are rounded
-            differently.
-    """
+    """The training of one point as a function without arguments, to be sent anywhere."""
 
     recipe: SweepConfig
     key: RunKey
+    # of torch, all processes of the point together. Sums over other numbers of threads are rounded differently.
     threads: int
 
     def __call__(self) -> Point | PointFailure:
@@ -87,17 +82,11 @@ class PointJob:
 
 @dataclass(frozen=True)
 class PointFailure:
-    """An error that :meth:`SweepConfig.train` raised elsewhere.
+    """An error that :meth:`SweepConfig.train` raised elsewhere."""
 
-    Attributes:
-        message: of the error.
-        refused: it was a :class:`SweepError`.
-        trace: where it was raised.
-    """
-
-    message: str
-    refused: bool
-    trace: str
+    message: str  # of the error
+    refused: bool  # it was a :class:`SweepError`
+    trace: str  # where it was raised
 
     @classmethod
     def of(cls, error: Exception) -> PointFailure:
