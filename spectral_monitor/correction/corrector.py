@@ -275,8 +275,8 @@ class Corrector:
                 continue
             size, aim = seen[k], aims[k]  # as it should have been
             if seen[k] > 0:
-                scatters = self.wanted.scatters(layer)
-                after = multiplier.right(measurement.step, seen[k], rates[k], wanted[k], scatters)
+                swings = self.wanted.follows_gradients(layer)
+                after = multiplier.right(measurement.step, seen[k], rates[k], wanted[k], swings)
                 after = min(after, self.wanted.most(layer, wanted[k], RISE * before if leaving else math.inf))
             else:
                 size = remnant(measurement, quantity, layer, i, aim)

@@ -25,7 +25,7 @@ class Multiplier:
         """Return whether an update was ever read."""
         return not math.isnan(self.size.level)
 
-    def right(self, step: int, update: float, lr: float, wanted: float, scatters: bool = False) -> float:
+    def right(self, step: int, update: float, lr: float, wanted: float, swings: bool = False) -> float:
         """Return the factor that makes updates as large as is wanted, by this one and those before.
 
         Args:
@@ -33,11 +33,11 @@ class Multiplier:
             update: its size, above 0.
             lr: the learning rate it was made with, multiplied.
             wanted: size over the learning rate that is multiplied.
-            scatters: whether it is close to 0 now and then.
+            swings: whether it is close to 0 now and then.
         """
         self.since = self.since or step
         self.lowest = min(self.lowest, wanted * lr / update)
-        return wanted / math.exp(self.size.see(math.log(update / lr), scatters))
+        return wanted / math.exp(self.size.see(math.log(update / lr), swings))
 
     def state(self) -> list[Any]:
         """Return plain numbers."""

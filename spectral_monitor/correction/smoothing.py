@@ -15,6 +15,14 @@ MEMORY = 0.3
 SLOWEST = 0.2
 """Least part of an error that is made up for."""
 
+LOW, HIGH = 0.35, 0.5
+"""Logarithms: a value that swings counts as 0.7 of the level at least, and the level is 0.6 of the newest at least.
+
+Gradients without norms may be a hundredth of the last ones at one step and a hundred times as large at the next. A mean
+of logarithms follows the small ones, and the steps after them were far too long: recommenders and residual networks
+without norms were lost under SGD.
+"""
+
 LONGEST = 1.4
 """The largest ``edge`` that is left alone: of longer steps, half of one would have lowered the loss further.
 
@@ -62,23 +70,23 @@ class Tracker:
     bias: float = 0.0  # mean error, signs counted
     spread: float = 0.0  # mean size of errors
 
-    def see(self, value: float, scatters: bool = False) -> float:
+    def see(self, value: float, swings: bool = False) -> float:
         """Take in the next value and return the level.
 
-        ``scatters``: values are logarithms of a number that is close to 0 now and then, as the gradient of a single
-        entry is. Its mean square counts then, for a mean of logarithms has no bound.
+        ``swings``: values are logarithms of a number that is close to 0 now and then, as a gradient is.
         """
         if math.isnan(self.level):
             self.level = value
             return value
-        if scatters:
-            self.level += math.log(1 - MEMORY + MEMORY * math.exp(2 * (value - self.level))) / 2
-            return self.level
         error = value - self.level
+        if swings:
+            error = max(error, -LOW)
         self.bias += MEMORY * (error - self.bias)
         self.spread += MEMORY * (abs(error) - self.spread)
         pace = abs(self.bias) / self.spread if self.spread > 0 else 1.0
         self.level += max(SLOWEST, pace) * error
+        if swings:
+            self.level = max(self.level, value - HIGH)
         return self.level
 
     def state(self) -> list[float]:

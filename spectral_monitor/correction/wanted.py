@@ -27,8 +27,12 @@ TRIAL, TRIAL_RATE = 0.01, 1e-4
 optimizers whose updates are as large as the gradient happens to be.
 """
 
-FEW = 4
-"""Gradients of at most so many entries may all be close to 0 by chance."""
+TABLES = 4.0
+"""The learning rate of an embedding under Adam, over the wanted size of its steps, is this at most.
+
+Where gradients are mere noise entries move by a quarter of the learning rate, and steps still have their size. In front
+of a layer norm gradients fall as rows grow: without a limit rows of a CLIP grew the more, and decay took them away.
+"""
 SHALLOW, ADDS_UP = 6, 2.0
 """With more matrices in a row than the first, what they change adds up, and steps have the second over their number of
 their size. On noisy digits the best size of perceptrons of 2, 4, 8 and 14 layers is 1/4, 1/16, 1/32 and 1/32, with
@@ -133,10 +137,6 @@ class WantedUpdates:
     def follows_gradients(self, layer: Layer) -> bool:
         """Return whether nothing but the gradient says how large its updates are."""
         return math.isnan(explained(layer, self.family(layer))[0])
-
-    def scatters(self, layer: Layer) -> bool:
-        """Return whether an update is close to 0 now and then, for it goes with the gradient of so few entries."""
-        return self.follows_gradients(layer) and math.prod(layer.info.shape) <= FEW
 
     def first(self, layer: Layer) -> float:
         """Return the multiplier of the first step, when only the kind of optimizer is known."""
@@ -273,13 +273,13 @@ class WantedUpdates:
 
         Under Adam updates are small where gradients of different batches disagree, as in every network past its first
         steps. A multiplier makes up for that until steps would have the wanted size if every entry moved by the
-        learning rate, each its own way. Beyond that it would raise noise.
+        learning rate, each its own way. Beyond that it would raise noise. Embeddings have more room.
         """
         if self.follows_gradients(layer):
             return rise
-        if not self._correction.of_peak or not layer.info.is_dense or self.family(layer) != "adam":
+        if not self._correction.of_peak or layer.info.role == "vector" or self.family(layer) != "adam":
             return math.inf
-        return wanted / explained(layer, "adam")[0]
+        return wanted / explained(layer, "adam")[0] * (1.0 if layer.info.is_dense else TABLES)
 
     def flagged(self, measurement: Measurement) -> set[str] | None:
         """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""

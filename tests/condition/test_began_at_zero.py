@@ -14,7 +14,7 @@ from spectral_monitor import LRCorrection, SpectralProbe
 from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import columns
-from spectral_monitor.condition.trends.zero_start import GRACE, ZeroStartGate
+from spectral_monitor.condition.trends.zero_start import GRACE, GROWN, STUCK, ZeroStartGate
 from tests.condition.synthetic import LAYERS, ZERO, measured, nothing, set_by
 from tests.one_step import training_step
 
@@ -165,6 +165,34 @@ def test_what_is_below_a_readout_that_began_at_zero_is_healthy_while_that_grows(
         assert judge.waits == "head began at zero and is still growing"
     assert not judge.judge(measured(9, contribution=zero, update_ratio={"head": 0.1}))
     assert [verdict.layer for verdict in judge.judge(measured(10, contribution=zero))] == ["a"]
+
+
+def test_behind_a_gain_that_has_left_zero_what_gets_no_gradient_is_dead():
+    """A sparse autoencoder whose ReLUs never open, with a bias ahead of them that begins at zero and stays small."""
+    torch.manual_seed(0)
+
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enc, self.dec = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+            self.b = nn.Parameter(torch.zeros(16))
+            nn.init.constant_(self.enc.bias, -50.0)
+
+        def forward(self, x):
+            return self.dec(torch.relu(self.enc(x - self.b))) + self.b
+
+    net = Sparse()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    probe = SpectralProbe(net, optimizer, every_n_steps=1)
+    told = []
+    for _ in range(10):
+        x = torch.rand(64, 16)
+        with training_step(probe, optimizer):
+            (net(x) - x).square().mean().backward()
+        told.append({verdict.cause for verdict in probe.latest.verdicts})
+    assert net.b.abs().max() < GROWN
+    assert told[:STUCK] == [set()] * STUCK
+    assert told[-1] == {"dead"}
 
 
 def test_while_it_grows_faults_that_compare_nothing_are_still_named():

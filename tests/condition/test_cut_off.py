@@ -202,6 +202,33 @@ def test_what_is_cut_off_are_the_first_layers_of_a_network_that_moves(case, name
     assert cut_off(**case) == names
 
 
+class Adapted(nn.Module):
+    """A trained network that is frozen, with factors of low rank that nothing is called for, and a new head."""
+
+    def __init__(self, detached):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.head, self.detached = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4), detached
+        self.down, self.up = nn.Parameter(torch.randn(4, 16) / 4), nn.Parameter(torch.zeros(16, 4))
+
+    def forward(self, x):
+        h = torch.relu(self.base(x) + x @ self.down.T @ self.up.T)
+        return self.head(h.detach() if self.detached else h)
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_where_no_gradient_reaches_anything_but_the_readout_all_is_cut_off(detached):
+    net = Adapted(detached)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], 1e-2)
+    probe = SpectralProbe(net, optimizer, every_n_steps=1)
+    for step in range(8):
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+        with training_step(probe, optimizer):
+            nn.functional.cross_entropy(net(x), (x[:, 0] > 0).long()).backward()
+    named = {name for verdict in probe.latest.verdicts for name in verdict.layers}
+    assert named == ({"down", "up"} if detached else set())
+
+
 def owned(rates, families=("Adam", "Adam"), now=1.0):
     """Settings of layers a and b under one optimizer, c and the head under another; ``now``: of the schedule."""
     one, two = set_by(families[0], owner=0), set_by(families[1], owner=1)

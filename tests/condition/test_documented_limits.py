@@ -18,6 +18,7 @@ from spectral_monitor.condition.references.width_transfer import THRESHOLD
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.decay import DecayTrend
+from spectral_monitor.condition.trends.losses import FEW_EDGES
 from spectral_monitor.condition.trends.pace import SETTLED
 from spectral_monitor.condition.trends.readout import ReadoutTrend
 from spectral_monitor.condition.whole_network import Whole
@@ -61,10 +62,12 @@ def is_off(check, *changes, start=1, settings=None, condition=None):
     return any(finding.check == check and not finding.inside() for finding in found)
 
 
-def loss_returns(pace=0.5, last=3.5, losses=(9.0, 1.0)):
-    """A first loss, a lower one and then ``last``, under steps of this part of the weights."""
+def loss_returns(pace=0.5, last=3.5, losses=(9.0, 1.0), edges=()):
+    """A first loss, a lower one and then ``last``, under steps of this part of the weights; some have known edges."""
     losses = [losses[0], *[losses[1]] * 15, last]
-    return is_off("loss_returns", *({"summary": {"loss": x}} | everywhere(pace, "update_ratio") for x in losses))
+    known = [*edges, *[math.nan] * (len(losses) - len(edges))]
+    steps = ({"summary": {"loss": x, "edge": edge}} for x, edge in zip(losses, known, strict=True))
+    return is_off("loss_returns", *(step | everywhere(pace, "update_ratio") for step in steps))
 
 
 def lasting_share(share=0.99, count=9, steps=200):
@@ -237,6 +240,9 @@ def test_a_loss_is_held_against_the_first_and_the_lowest_in_networks_that_race()
     assert loss_returns(last=back * (1 + JUST))
     of_first = 9.0 / 4
     assert not loss_returns(last=of_first * (1 - JUST), losses=(9.0, 0.1))
+    assert not loss_returns(edges=[1 - JUST] * FEW_EDGES), "steps are not too long"
+    assert loss_returns(edges=[1 + JUST] * FEW_EDGES)
+    assert loss_returns(edges=[1 - JUST] * (FEW_EDGES - 1))
     assert loss_returns(last=of_first * (1 + JUST), losses=(9.0, 0.1))
     assert not loss_returns(losses=(9.0, -1.0)), "a loss below 0 has no factors"
     assert not loss_returns(last=first * 2 * (1 - JUST), losses=(2.0, 1.5))

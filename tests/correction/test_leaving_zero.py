@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import LayerInfo, LRCorrection, Measurement, SpectralProbe
-from spectral_monitor.correction.smoothing import MEMORY, Tracker
+from spectral_monitor.correction.smoothing import HIGH, LOW, Tracker
 from spectral_monitor.correction.update_size import LEAVING, leaves_zero
 from tests.one_step import training_step
 
@@ -102,24 +102,35 @@ def test_a_weight_leaves_zero_while_its_next_step_makes_it_several_times_as_larg
     assert leaves_zero(measured(weight, update, name), [0], [aim]) is leaves
 
 
-def test_of_what_scatters_the_mean_square_counts():
-    sizes = [1.0, 2.0, 1e-12, 0.5]
-    tracker, square = Tracker(), sizes[0] ** 2
-    for size in sizes:
-        tracker.see(math.log(size), scatters=True)
-        square += MEMORY * (size**2 - square)
-    assert tracker.level == pytest.approx(math.log(square) / 2)
+@pytest.mark.parametrize("swings", [True, False])
+def test_of_what_swings_small_values_count_little_and_large_ones_at_once(swings):
+    tracker = Tracker()
+    for _ in range(10):
+        tracker.see(0.0, swings)
+    low = tracker.see(-9.0, swings)
+    assert (low >= -LOW) == swings
+    high = tracker.see(3.0, swings)
+    assert (high >= 3.0 - HIGH) == swings
+    tracker = Tracker()
+    levels = [tracker.see(-0.3 * step, swings) for step in range(20)]
+    assert levels[-1] == pytest.approx(-0.3 * 19, abs=0.1), "a drift is followed"
 
 
-def test_only_of_a_few_entries_whose_updates_go_with_gradients():
+def test_updates_that_go_with_gradients_swing(monkeypatch):
     found = {}
     for name, kind in {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}.items():
         net = fixup()
         optimizer = kind(net.parameters(), 0.1)
         probe = SpectralProbe(net, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
-        with training_step(probe, optimizer):
-            nn.functional.cross_entropy(net(batch(0)[0]), batch(0)[1]).backward()
-        corrector = probe._supervisor._corrector
-        found[name] = {layer.info.name for layer in corrector._layers if corrector.wanted.scatters(layer)}
-    assert found["Adam"] == set()
-    assert found["SGD"] == {f"{k}.{name}" for k in range(1, 7) for name in ("scale", "shift")} | {"7.bias"}
+        seen, see = set(), Tracker.see
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Tracker,
+                "see",
+                lambda self, value, swings, see=see, seen=seen: (seen.add(swings), see(self, value, swings))[1],
+            )
+            for step in range(3):
+                with training_step(probe, optimizer):
+                    nn.functional.cross_entropy(net(batch(step)[0]), batch(step)[1]).backward()
+        found[name] = seen
+    assert found == {"SGD": {True}, "Adam": {False}}
