@@ -70,7 +70,9 @@ class LRCorrection:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            raise ValueError(f"unknown policy {self.policy!r}; valid policies: {', '.join(POLICIES)}")
+            whole = isinstance(self.policy, LRCorrection)  # SpectralMonitor and SpectralProbe take one
+            hint = "; give its arguments themselves, as in SpectralLRCorrector(size=1/16)" if whole else ""
+            raise ValueError(f"unknown policy {self.policy!r}; valid policies: {', '.join(POLICIES)}{hint}")
         if (self.reference is not None) != (self.policy == "reference"):
             raise ValueError(
                 'policy "reference" needs the file of a profile as reference, and no other policy takes one'

@@ -133,6 +133,7 @@ def test_what_was_not_seen_does_not_count():
     ("arguments", "said"),
     [
         ({"policy": "best"}, "valid policies: target, balance, reference, fsc"),
+        ({"policy": LRCorrection()}, "give its arguments themselves"),
         ({"policy": "reference"}, "needs the file of a profile"),
         ({"policy": "target", "reference": "a.json"}, "no other policy takes one"),
         ({"size": 0.0}, 'size is a positive number or "lr"'),
