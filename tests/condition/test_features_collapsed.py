@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
-from spectral_monitor.condition.network import ALIKE
+from spectral_monitor.condition.network import ALIKE, SEVERAL
 from spectral_monitor.condition.trends.pace import SETTLED
 from tests.condition.synthetic import LAYERS, measured
 from tests.condition.test_documented_limits import PAGE, is_off, numbers
@@ -114,6 +115,26 @@ def test_a_deep_network_of_sigmoids_gives_one_answer_to_all(activation, norm, ex
         (verdict,) = (root for root in latest.roots if root.cause == COLLAPSED)
         first = re.search(r"from (\d+) on", verdict.sentence)[1]
         assert latest.value("input_stable_rank", first) < 1 + ALIKE
+
+
+@pytest.mark.parametrize(("dimensions", "expected"), [(1, set()), (SEVERAL, {COLLAPSED})])
+def test_features_of_coordinates_may_lie_along_a_line(dimensions, expected):
+    """As in a network that solves a differential equation; the same number in eight places is no coordinate."""
+    torch.manual_seed(0)
+    sizes = (dimensions, 32, 32, 32)
+    layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(32, 1))
+    for part in model:
+        if isinstance(part, nn.Linear):
+            nn.init.zeros_(part.bias)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=4)
+    for _ in range(48):
+        x = 2 * torch.rand(64, 1) - 1
+        with training_step(probe, optimizer):
+            (model(x.expand(-1, dimensions)) - torch.sin(3 * x)).square().mean().backward()
+    assert min(probe.latest.value("input_stable_rank", name) for name in ("2", "4", "6")) < 1 + ALIKE
+    assert {verdict.cause for verdict in probe.latest.verdicts} == expected
 
 
 @pytest.mark.parametrize("rows", [1, 2])
