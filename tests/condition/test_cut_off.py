@@ -229,6 +229,20 @@ def test_where_no_gradient_reaches_anything_but_the_readout_all_is_cut_off(detac
     assert named == ({"down", "up"} if detached else set())
 
 
+def test_spare_readouts_of_a_frozen_network_are_not_cut_off():
+    torch.manual_seed(0)
+    base, heads = nn.Linear(16, 16).requires_grad_(False), nn.ModuleList(nn.Linear(16, 4) for _ in range(6))
+    net = nn.ModuleDict({"base": base, "heads": heads})
+    optimizer = torch.optim.AdamW(heads.parameters(), 1e-2)
+    probe = SpectralProbe(net, optimizer, every_n_steps=1)
+    for step in range(8):
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+        with training_step(probe, optimizer):
+            outputs = [head(torch.relu(base(x))) for head in heads]
+            nn.functional.cross_entropy(sum(outputs[:4]), (x[:, 0] > 0).long()).backward()
+    assert not probe.latest.verdicts
+
+
 def owned(rates, families=("Adam", "Adam"), now=1.0):
     """Settings of layers a and b under one optimizer, c and the head under another; ``now``: of the schedule."""
     one, two = set_by(families[0], owner=0), set_by(families[1], owner=1)

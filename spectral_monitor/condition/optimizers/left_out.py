@@ -104,23 +104,25 @@ def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
 def cut_off(rows: Sequence[Row]) -> frozenset[str]:
     """Return layers that an optimizer holds but no gradient has reached, although other layers move.
 
-    These are two or more layers that include the first of the model, all but the readouts, about half of the layers of
-    a new network, and layers in places where gradients reach most others. A single layer, or the last ones in equal
-    places, may just be unused.
+    These are two or more layers that include the first of the model, or are most of those that are trained and all that
+    are ahead of the first that moves. They are about half of the layers of a new network, and layers in places where
+    gradients reach most others. A single layer, or the last ones in equal places, may just be unused.
 
     Args:
         rows: matrices in the order of the model.
     """
     still = [row for row in rows if never_moved(row) and row.is_trained]
     used = {row.name for row in still if row.get("unused") == 1}
-    # Layers whose calls cannot be seen, such as recurrent ones, may be unused: they count only beside others.
+    # Layers whose calls cannot be seen, such as recurrent ones, may be unused: they count beside others, or if most do.
     also = {row.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
     hidden = [row for row in rows if row.info.role != "readout"]
-    all_of_them = {row.name for row in hidden if row.is_trained} <= used | also
-    names = used | also if used or all_of_them else set()
-    moves = any(row.get("update_ratio") > 0 for row in rows)
+    moving = [k for k, row in enumerate(rows) if row.get("update_ratio") > 0]
+    ahead = {row.name for row in rows[: moving[0]] if row.is_trained} if moving else set()
+    most = 2 * len(ahead) > sum(row.is_trained for row in rows)
+    all_ahead = most and ahead <= used | also
+    names = used | also if used or all_ahead else set()
     first = bool(hidden) and hidden[0].name in names
-    found = names if (first or all_of_them) and moves and len(names) > 1 else set()
+    found = names if moving and (first or all_ahead) and len(names) > 1 else set()
     return frozenset(found) | _half_of_new(rows, used) | left_out(rows, is_detached, last=False).keys()
 
 
