@@ -287,10 +287,12 @@ class Network:
     def input_spreads(self) -> dict[str, float]:
         """Matrix with several inputs -> their stable rank less 1, which is 0 where all samples give the same.
 
-        Coordinates are few numbers and give inputs along a line, whose stable rank is 1 though they differ.
+        Empty where the data are a few coordinates: inputs may lie along a line, whose stable rank is 1 though they
+        differ.
         """
+        embedded = any(row.info.role == "embedding" for row in self.rows)
         first = self.peers[0].info if self.peers else None
-        if first is None or math.prod(first.shape) < SEVERAL * first.fan_out:
+        if first is None or (not embedded and math.prod(first.shape) < SEVERAL * first.fan_out):
             return {}
         ranks = {row.name: row.get("input_stable_rank") for row in self.peers if row.info.fan_in >= SEVERAL}
         return {name: max(rank - 1, 0.0) for name, rank in ranks.items() if not math.isnan(rank)}

@@ -33,7 +33,7 @@ class Multiplier:
             update: its size, above 0.
             lr: the learning rate it was made with, multiplied.
             wanted: size over the learning rate that is multiplied.
-            swings: whether it is close to 0 now and then.
+            swings: whether it goes with the gradient, and so is close to 0 now and then.
         """
         self.since = self.since or step
         self.lowest = min(self.lowest, wanted * lr / update)

@@ -15,8 +15,9 @@ MEMORY = 0.3
 SLOWEST = 0.2
 """Least part of an error that is made up for."""
 
-LOW, HIGH = 0.35, 0.5
-"""Logarithms: a value that swings counts as 0.7 of the level at least, and the level is 0.6 of the newest at least.
+BELOW, ABOVE = 0.35, 0.5
+"""Where values swing, how far below the level one counts at most, and how far above it the newest may be. They are
+logarithms: 0.7 of what the level stands for, and 1.65 times that.
 
 Gradients without norms may be a hundredth of the last ones at one step and a hundred times as large at the next. A mean
 of logarithms follows the small ones, and the steps after them were far too long: recommenders and residual networks
@@ -80,13 +81,13 @@ class Tracker:
             return value
         error = value - self.level
         if swings:
-            error = max(error, -LOW)
+            error = max(error, -BELOW)
         self.bias += MEMORY * (error - self.bias)
         self.spread += MEMORY * (abs(error) - self.spread)
         pace = abs(self.bias) / self.spread if self.spread > 0 else 1.0
         self.level += max(SLOWEST, pace) * error
         if swings:
-            self.level = max(self.level, value - HIGH)
+            self.level = max(self.level, value - ABOVE)
         return self.level
 
     def state(self) -> list[float]:

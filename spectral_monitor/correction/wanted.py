@@ -27,7 +27,7 @@ TRIAL, TRIAL_RATE = 0.01, 1e-4
 optimizers whose updates are as large as the gradient happens to be.
 """
 
-TABLES = 4.0
+EMBEDDING_RATE = 4.0
 """The learning rate of an embedding under Adam, over the wanted size of its steps, is this at most.
 
 Where gradients are mere noise entries move by a quarter of the learning rate, and steps still have their size. In front
@@ -279,7 +279,7 @@ class WantedUpdates:
             return rise
         if not self._correction.of_peak or layer.info.role == "vector" or self.family(layer) != "adam":
             return math.inf
-        return wanted / explained(layer, "adam")[0] * (1.0 if layer.info.is_dense else TABLES)
+        return wanted / explained(layer, "adam")[0] * (1.0 if layer.info.is_dense else EMBEDDING_RATE)
 
     def flagged(self, measurement: Measurement) -> set[str] | None:
         """Return the layers whose learning rates policy ``"balance"`` begins to correct; ``None``: all."""

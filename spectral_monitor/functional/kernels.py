@@ -102,6 +102,7 @@ def bfk_extremes(
     ways: list[tuple[Tensor, Tensor]] = []
 
     def product(x: Tensor) -> Tensor:
+        """Return the kernel times a vector; note its quadratic form, computed both ways."""
         probe = [part.view(out.shape) for part, out in zip(x.split(sizes), outputs, strict=True)]
         square, image = multiply(probe)
         ways.append((square, inner(probe, image)))

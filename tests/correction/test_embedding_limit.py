@@ -39,17 +39,17 @@ def over_wanted(probe):
 
 
 def test_the_learning_rate_is_four_times_the_wanted_size_at_most():
-    assert over_wanted(trained()[1]) == pytest.approx(wanted.TABLES, rel=0.02)
+    assert over_wanted(trained()[1]) == pytest.approx(wanted.EMBEDDING_RATE, rel=0.02)
 
 
 def test_decay_does_not_take_the_rows_away(monkeypatch):
     """Decay goes with the learning rate."""
     kept = trained(decay=0.5)[0][0].weight.norm()
-    monkeypatch.setattr(wanted, "TABLES", float("inf"))
+    monkeypatch.setattr(wanted, "EMBEDDING_RATE", float("inf"))
     with pytest.warns(SpectralMonitorWarning, match="held at the limit"):
         lost = trained(decay=0.5)[0][0].weight.norm()
     assert kept > 2 * lost
 
 
 def test_where_sizes_are_learning_rates_they_are_met():
-    assert trained("lr")[1].multipliers["0"] > wanted.TABLES
+    assert trained("lr")[1].multipliers["0"] > wanted.EMBEDDING_RATE

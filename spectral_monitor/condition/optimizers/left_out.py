@@ -104,8 +104,8 @@ def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
 def cut_off(rows: Sequence[Row]) -> frozenset[str]:
     """Return layers that an optimizer holds but no gradient has reached, although other layers move.
 
-    These are two or more layers that include the first of the model, or are most of those that are trained and all that
-    are ahead of the first that moves. They are about half of the layers of a new network, and layers in places where
+    Four kinds count: two or more layers that include the first of the model; most of those that are trained, if they
+    are all ahead of the first one that moves; about half of the layers of a new network; and layers in places where
     gradients reach most others. A single layer, or the last ones in equal places, may just be unused.
 
     Args:
@@ -118,11 +118,10 @@ def cut_off(rows: Sequence[Row]) -> frozenset[str]:
     hidden = [row for row in rows if row.info.role != "readout"]
     moving = [k for k, row in enumerate(rows) if row.get("update_ratio") > 0]
     ahead = {row.name for row in rows[: moving[0]] if row.is_trained} if moving else set()
-    most = 2 * len(ahead) > sum(row.is_trained for row in rows)
-    all_ahead = most and ahead <= used | also
-    names = used | also if used or all_ahead else set()
+    most_ahead = 2 * len(ahead) > sum(row.is_trained for row in rows) and ahead <= used | also
+    names = used | also if used or most_ahead else set()
     first = bool(hidden) and hidden[0].name in names
-    found = names if moving and (first or all_ahead) and len(names) > 1 else set()
+    found = names if moving and (first or most_ahead) and len(names) > 1 else set()
     return frozenset(found) | _half_of_new(rows, used) | left_out(rows, is_detached, last=False).keys()
 
 

@@ -25,10 +25,12 @@ class Memory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, in plain types; what is as at the start is left out."""
-        now = {one.name: (getattr(self, one.name), getattr(type(self)(), one.name)) for one in fields(self)}
-        return {key: deepcopy(value) for key, (value, start) in now.items() if value != start}
+        start = type(self)()
+        now = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {key: deepcopy(value) for key, value in now.items() if value != getattr(start, key)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, which may hold more; what it lacks, if an older version saved it, is as at the start."""
+        start = type(self)()
         for one in fields(self):
-            setattr(self, one.name, deepcopy(state.get(one.name, getattr(type(self)(), one.name))))
+            setattr(self, one.name, deepcopy(state.get(one.name, getattr(start, one.name))))

@@ -62,9 +62,8 @@ class ZeroStartGate:
             stuck = row is None or not max(row.get("update_natural"), row.get("weight_natural")) > 0
             if looked < (STUCK if stuck else GRACE) and not grown:
                 kept[name] = looked + 1
-            if looked >= STUCK and row is not None and row.info.role == "vector":
-                self._open.add(name)
         self._growing = kept
+        self._open = {name for name, looked in kept.items() if looked > STUCK and name in network.vectors}
         self.why = f"{', '.join(self._growing)} began at zero and is still growing" if self._growing else ""
 
     def waits(self, finding: Finding) -> bool:

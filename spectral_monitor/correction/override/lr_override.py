@@ -176,6 +176,7 @@ class LRMultiplierOverride:
         """Return a closure that sees the original groups."""
 
         def apart(*args: Any, **kwargs: Any) -> Any:
+            """Call the closure between closing the groups and opening them again."""
             step.expansion.close(keep=False)
             result = closure(*args, **kwargs)
             if self._steps.get(key) is step:  # not disarmed meanwhile
@@ -226,6 +227,7 @@ class _OwnStep:
             raise RuntimeError(f"another probe or callback corrects the learning rates of this {name}: only one may")
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            """Make the optimizer's step, with the calls around it while there are any."""
             run = type(optimizer).step.__get__(optimizer) if had is None else had
             if not self._calls:
                 return run(*args, **kwargs)
