@@ -27,6 +27,28 @@ BANNED = {
     "at hand": "available",
 }
 """Word -> what to write instead."""
+VAGUE_NAMES = {
+    *("found", "some", "given", "seen", "known", "held", "asked", "why", "whole", "mine", "here", "there"),
+    *("place", "places", "several", "usual", "beside", "lasted", "fed", "graded", "again", "unseen"),
+}
+"""Names of variables, arguments and fields that do not say what they hold."""
+VAGUE_WORDS = {
+    "told",
+    "said",
+    "apart",
+    "alike",
+    "together",
+    "room",
+    "mark",
+    "marks",
+    "blind",
+    "patience",
+    "sight",
+    "heed",
+}
+"""Words that no name contains."""
+PUBLIC_NAMES = {("probe.py", "again")}
+"""Names of the public interface that stay: file, name."""
 BANNED_PATTERN = re.compile(r"\b(" + "|".join(BANNED) + r")\b", re.IGNORECASE)
 SPLIT_PATTERN = re.compile(r"\b(puts?) ((?:\w+ ){1,3})right\b(?! (?:of|up|at|on|in|below|above))", re.IGNORECASE)
 GENERATED = re.compile(r"^\*Made by |Generated from", re.MULTILINE)
@@ -87,10 +109,36 @@ def check_source(path: Path) -> Iterator[str]:
                 line = 1 if isinstance(node, ast.Module) else node.lineno
                 for problem in check_docstring(docstring, is_function(node)):
                     yield f"{where}:{line}: {problem}"
+    for line, name in sorted(vague_names(text)):
+        if (path.name, name) not in PUBLIC_NAMES:
+            yield f"{where}:{line}: {name!r} does not say what it holds"
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             for problem in banned_words(token.string):
                 yield f"{where}:{token.start[0]}: {problem}"
+
+
+def vague_names(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each variable, argument, field, function or class whose name says too little.
+
+    Example:
+        >>> list(vague_names("found = [some for some in rows if some.is_known]"))
+        [(1, 'found'), (1, 'some')]
+        >>> list(vague_names("def say_again(held):\\n    ROOM = 3"))
+        [(1, 'held'), (2, 'ROOM')]
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name, exact = node.id if isinstance(node, ast.Name) else node.attr, True
+        elif isinstance(node, ast.arg):
+            name, exact = node.arg, True
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name, exact = node.name, False  # a method such as ``why`` is a question that it answers
+        else:
+            continue
+        bare = name.lower().strip("_")
+        if (exact and bare in VAGUE_NAMES) or VAGUE_WORDS & set(bare.split("_")):
+            yield node.lineno, name
 
 
 def is_function(node: ast.AST) -> bool:
