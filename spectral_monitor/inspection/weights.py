@@ -31,7 +31,7 @@ class Inspection:
     """The result of :func:`inspect`; it prints as a table.
 
     Attributes:
-        roles: every layer with its role, and what is not measured and why.
+        roles: every layer with its role, and the reason for each part that is not measured.
         measurement: the numbers, as a measurement at step 0: ``weight_norm``, ``weight_natural``, ``weight_fro`` and
             ``weight_stable_rank``.
     """
@@ -68,20 +68,20 @@ class Inspection:
         from spectral_monitor.reporting.text.lines import Column
         from spectral_monitor.reporting.text.table import number
 
-        m, whole = self.measurement, self.roles.table()
-        places = [i for i, info in enumerate(m.layers) if info.is_matrix]
+        m, roles = self.measurement, self.roles.table()
+        matrices = [i for i, info in enumerate(m.layers) if info.is_matrix]
         titles = {"largest sv": "weight_norm", "|W|": "weight_natural", "srank W": "weight_stable_rank"}
-        numbers = [Column(title, tuple(map(number, m.values[key][places].tolist()))) for title, key in titles.items()]
-        numbers.append(Column("of", tuple(str(_full_rank(m.layers[i])) for i in places)))
-        columns = [*whole.columns[:3], *numbers, *whole.columns[3:]]
-        kept = [k for k, i in enumerate(places) if layers is None or m.layers[i].name in layers]
-        columns = [replace(column, cells=tuple(column.cells[k] for k in kept)) for column in columns]
+        numbers = [Column(title, tuple(map(number, m.values[key][matrices].tolist()))) for title, key in titles.items()]
+        numbers.append(Column("of", tuple(str(_full_rank(m.layers[i])) for i in matrices)))
+        columns = [*roles.columns[:3], *numbers, *roles.columns[3:]]
+        rows = [k for k, i in enumerate(matrices) if layers is None or m.layers[i].name in layers]
+        columns = [replace(column, cells=tuple(column.cells[k] for k in rows)) for column in columns]
         foot = (
             "largest sv: largest singular value; |W|: largest RMS out for RMS 1 in, of order 1 at any width",
             "srank W: directions that the weight stretches alike, of so many",
-            *whole.foot,
+            *roles.foot,
         )
-        return replace(whole, columns=tuple(columns) if places else (), foot=foot)
+        return replace(roles, columns=tuple(columns) if matrices else (), foot=foot)
 
     def __repr__(self) -> str:
         return self.table()
@@ -100,11 +100,11 @@ def inspect(
     Args:
         model: a module; or a ``state_dict``; or the path of a Lightning checkpoint, of a ``state_dict`` that
             ``torch.save`` has written, or of a ``.safetensors`` file. Without a module, roles are guessed from names
-            and shapes; a matrix is (out, in), unless a bias says that its inputs come first.
+            and shapes; a matrix is (out, in), unless a bias shows that its inputs come first.
         roles: pattern -> role, where a guess is wrong.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the model is something else.
         ValueError: nothing in it can be measured, a pattern matches nothing, or the file holds more than tensors.
         OSError: the file cannot be read.
         ImportError: safetensors is not installed.
@@ -113,8 +113,8 @@ def inspect(
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> _ = nn.init.eye_(model[0].weight)
-        >>> found = inspect(model)
-        >>> found["0"]["weight_natural"], found["0"]["weight_stable_rank"], found.roles["2"]
+        >>> inspection = inspect(model)
+        >>> inspection["0"]["weight_natural"], inspection["0"]["weight_stable_rank"], inspection.roles["2"]
         (1.0, 4.0, 'readout')
     """
     if isinstance(model, nn.Module):
@@ -127,8 +127,8 @@ def inspect(
         raise TypeError(f"inspect takes a module, a state_dict or the path of a checkpoint, got {type(model).__name__}")
     anatomy = dissect(root, roles=roles)
     refuse_spread(anatomy.layers, ": inspect the model before it is sharded, or a checkpoint")
-    found = [_measured(layer) for layer in anatomy.layers]
-    values = {key: torch.tensor([row[key] for row in found]) for key in MEASURED}
+    rows = [_measured(layer) for layer in anatomy.layers]
+    values = {key: torch.tensor([row[key] for row in rows]) for key in MEASURED}
     return Inspection(Roles.of(anatomy), Measurement(0, anatomy.infos, values, {}))
 
 

@@ -27,7 +27,8 @@ def normalize_backward(
 ) -> tuple[float, EqualContributionStep]:
     """Return the factor of the readout that gives its inputs a sensitivity of 1, and the step there.
 
-    The readout keeps that factor. If it is zero at first, the factor is the learning rate of the step of its block that leads there from zero.
+    The readout keeps that factor. If it is zero at first, the factor is the learning rate of its block's step that
+    leads there from zero.
 
     The search begins where outputs are small and the sensitivity is the inverse of the factor. Once there is a factor
     on either side, it stays between the two. It takes in turn the point where the line through their logarithms
