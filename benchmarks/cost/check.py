@@ -52,9 +52,9 @@ def compare_counts(committed: Mapping[str, Mapping[str, float]], now: Mapping[st
 def compare_ratios(committed: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[Line]:
     """Measured / plain, setting by setting."""
     return [
-        Line(f"{setting}: measured / plain", row["ratio"], found["ratio"], SLACK * row["ratio"])
+        Line(f"{setting}: measured / plain", row["ratio"], current["ratio"], SLACK * row["ratio"])
         for setting, row in committed.items()
-        if (found := now.get(setting, {"ratio": math.nan}))
+        if (current := now.get(setting, {"ratio": math.nan}))
     ]
 
 

@@ -210,15 +210,15 @@ def measure(
     """Seconds of a plain step (median), and what came out for each contestant."""
     plan = plan_of({name: parts[name] for name in contestants})
     turns = fit(size, contestants, [name for name, _ in plan], device, text, title)
-    found = {name: Timing() for name in contestants}
+    timings = {name: Timing() for name in contestants}
     plain = []
     for k, (name, counts) in enumerate(plan):
         if counts and name != PLAIN:
             plain.append(turns.seconds[k - 1])
-            found[name].before.append(turns.seconds[k - 1])
-            found[name].own.append(turns.seconds[k])
-            found[name].hooks.append(turns.hook_seconds[k])
-    return statistics.median(plain), found
+            timings[name].before.append(turns.seconds[k - 1])
+            timings[name].own.append(turns.seconds[k])
+            timings[name].hooks.append(turns.hook_seconds[k])
+    return statistics.median(plain), timings
 
 
 def measure_interval(

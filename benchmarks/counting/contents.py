@@ -105,23 +105,23 @@ class Contents:
     def within(self, t: Tensor) -> list[Region]:
         """The regions a tensor overlaps."""
         first, last = extent(t)
-        found = self.regions.get(t.untyped_storage()._cdata, ())
-        return [r for r in found if r.first < last and first < r.last]
+        regions = self.regions.get(t.untyped_storage()._cdata, ())
+        return [r for r in regions if r.first < last and first < r.last]
 
     def names(self, t: Tensor) -> list[tuple[str, str]]:
         """The measured matrices a tensor is of."""
         return [(NAMES[r.values], r.name) for r in self.within(t) if r.values in NAMES]
 
-    def read(self, tensors: Iterable[Tensor], place: str) -> None:
+    def read(self, tensors: Iterable[Tensor], function: str) -> None:
         """An operator has read these."""
-        seen: Counter[tuple[str, str]] = Counter()
+        shares: Counter[tuple[str, str]] = Counter()
         for t in {(t.untyped_storage()._cdata, extent(t), t.numel()): t for t in tensors}.values():
-            known = [r for r in self.within(t) if r.values in NAMES]
-            for r in known:
+            measured = [r for r in self.within(t) if r.values in NAMES]
+            for r in measured:
                 overlap = sum(max(0, min(last, r.last) - max(first, r.first)) for first, last in blocks(t))
-                seen[(NAMES[r.values], r.name)] += overlap / (r.last - r.first)
-        for key, share in seen.items():
-            self.passes.setdefault(key, Counter())[place] += share
+                shares[(NAMES[r.values], r.name)] += overlap / (r.last - r.first)
+        for key, share in shares.items():
+            self.passes.setdefault(key, Counter())[function] += share
 
     def write(self, name: str, inputs: Sequence[Any], alpha: float, out: Tensor) -> None:
         """An operator has written ``out``, in place or not, from these."""

@@ -87,7 +87,7 @@ def main() -> None:
         for seed in range(args.seeds)
     ]
     with mp.get_context("spawn").Pool(args.jobs, maxtasksperchild=20) as pool:
-        missing = [key for key in keys if key not in losses.found]
+        missing = [key for key in keys if key not in losses.by_key]
         for key, loss in tqdm(pool.imap_unordered(one, missing), total=len(missing), disable=None, unit="run"):
             losses.add(key, loss)
     lines = "\n".join(table(losses, args.seeds))
