@@ -61,10 +61,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     except ImportError:
         raise ImportError("a .safetensors file needs safetensors: pip install safetensors") from None
     try:
-        weights: dict[str, Tensor] = load_file(path)
+        return dict(load_file(path))
     except SafetensorError as error:
         raise ValueError(f"{str(path)!r} is no checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
-    return weights
 
 
 def _tensors(checkpoint: Any) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ class Quantity:
     misleads: str  # when not to trust it
     error: Formula | None = None  # its standard error, where rows are sampled and the error is known
     of_vectors: bool = False  # whether biases and gains have it
-    of_inputs: bool = False  # whether it needs a layer's inputs: not measured with the one-hot inputs of embeddings
+    of_inputs: bool = False  # whether it needs a layer's inputs; embeddings, whose inputs are one-hot, lack it
     by_frobenius: bool = False  # whether it takes Frobenius norms only, which read a matrix once
     by_name: bool = False  # whether it is too expensive for its tier and measured only if requested by name
     margin: float = 2.0  # smallest change of features, in multiples of their rounding, at which it is measured

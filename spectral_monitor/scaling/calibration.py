@@ -62,7 +62,7 @@ class Calibration:
         missing = [name for name in self.factors if name not in modules]
         if missing:
             raise ValueError(f"the module has no layer {missing[0]!r}: it is not of the kind that was calibrated")
-        _multiply((_scaled(modules[name], name == self.readout), factor) for name, factor in self.factors.items())
+        _multiply([(modules[name], factor) for name, factor in self.factors.items()], modules[self.readout])
 
     def param_groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
         """Return a group for every block, with ``params``, ``lr``, ``name`` and ``parameter_names``.
@@ -170,7 +170,7 @@ def calibrate(
         trial = Trial(module, batches, loss)
         factors = trial.forward_factors(layers)
         called = [(layer.module, factors[layer.sources[0]]) for layer in layers if layer.module is not None]
-        _multiply((_scaled(part, False), factor) for part, factor in called)
+        _multiply(called)
         _check_sizes(trial, layers)
         begins_at_zero = not readout.sources[0].detach().any()
         readout_factor, step = normalize_backward(trial, readout, blocks, optimizer)
@@ -261,18 +261,13 @@ def _blocks(module: nn.Module, matrices: set[nn.Parameter]) -> Blocks:
     return blocks
 
 
-def _scaled(part: nn.Module, is_readout: bool) -> list[nn.Parameter]:
-    """Return the parameters that a layer's factor multiplies: for the readout only the weight."""
-    return [p for key, p in part.named_parameters(recurse=False) if not is_readout or key == "weight"]
-
-
 @torch.no_grad()
-def _multiply(scaled: Iterable[tuple[Sequence[nn.Parameter], float]]) -> None:
-    """Multiply parameters, each once, by their factors."""
+def _multiply(factors: Sequence[tuple[nn.Module, float]], readout: nn.Module | None = None) -> None:
+    """Multiply the parameters of modules, each once, by their factors; of the readout only the weight."""
     done: set[nn.Parameter] = set()
-    for parameters, factor in scaled:
-        for parameter in parameters:
-            if parameter not in done:
+    for module, factor in factors:
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter not in done and (module is not readout or key == "weight"):
                 parameter.mul_(factor)
                 done.add(parameter)
 

@@ -75,7 +75,7 @@ class SweepConfig:
     """Settings of training and measuring every point of a sweep; see :func:`~spectral_monitor.scaling.sweep`.
 
     Raises:
-        SweepError: an argument does not fit; the message says what does.
+        ValueError: an argument does not fit; the message says what does.
     """
 
     make_module: MakeModule

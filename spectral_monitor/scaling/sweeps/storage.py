@@ -48,7 +48,7 @@ def read(path: Path, settings: Mapping[str, Any]) -> dict[RunKey, Point]:
     """Return the points in a sweep's file and in those of its parts.
 
     Raises:
-        SweepError: a file is not of a sweep, or of another one; the message names the difference.
+        ValueError: a file is not of a sweep, or of another one; the message names the difference.
         OSError: a file cannot be read.
     """
     if path.is_dir():

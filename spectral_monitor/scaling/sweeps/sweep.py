@@ -147,7 +147,7 @@ def sweep(
         lr,
         roles,
         blocks,
-        processes_per_point=processes_per_point,
+        processes_per_point,
     )
     keys, axis = _keys(widths, depths, seeds)
     check_limit(limit, axis, recipe, depths)
