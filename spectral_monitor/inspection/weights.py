@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.init import largest_row, refuse_spread
 from spectral_monitor.quantities import QUANTITIES, Readings
+from spectral_monitor.reporting.text.lines import Column, Table
+from spectral_monitor.reporting.text.notebook import html_table
 from spectral_monitor.reporting.text.roles import Roles
-
-if TYPE_CHECKING:
-    from spectral_monitor.reporting.text.lines import Table
+from spectral_monitor.reporting.text.table import number
 
 MEASURED = ("weight_norm", "weight_natural", "weight_fro", "weight_stable_rank")
 
@@ -65,30 +65,25 @@ class Inspection:
 
     def rows(self, layers: Collection[str] | None = None) -> Table:
         """Return a row for each matrix, of some layers or of all."""
-        from spectral_monitor.reporting.text.lines import Column
-        from spectral_monitor.reporting.text.table import number
-
-        m, roles = self.measurement, self.roles.table()
+        m, role_table = self.measurement, self.roles.table()
         matrices = [i for i, info in enumerate(m.layers) if info.is_matrix]
         titles = {"largest sv": "weight_norm", "|W|": "weight_natural", "srank W": "weight_stable_rank"}
         numbers = [Column(title, tuple(map(number, m.values[key][matrices].tolist()))) for title, key in titles.items()]
         numbers.append(Column("of", tuple(str(_full_rank(m.layers[i])) for i in matrices)))
-        columns = [*roles.columns[:3], *numbers, *roles.columns[3:]]
+        columns = [*role_table.columns[:3], *numbers, *role_table.columns[3:]]
         rows = [k for k, i in enumerate(matrices) if layers is None or m.layers[i].name in layers]
         columns = [replace(column, cells=tuple(column.cells[k] for k in rows)) for column in columns]
         foot = (
             "largest sv: largest singular value; |W|: largest RMS out for RMS 1 in, of order 1 at any width",
             "srank W: directions that the weight stretches alike, of so many",
-            *roles.foot,
+            *role_table.foot,
         )
-        return replace(roles, columns=tuple(columns) if matrices else (), foot=foot)
+        return replace(role_table, columns=tuple(columns) if matrices else (), foot=foot)
 
     def __repr__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        from spectral_monitor.reporting.text.notebook import html_table
-
         return html_table(self.rows())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,9 @@ class ResumeFiles:
             checkpoint: its folder.
             step: optimizer steps taken.
         """
-        processes = self._engine.processes
+        processes, read = self._engine.processes, partial(self._read, checkpoint)
         try:
-            states = (
-                self._read(checkpoint) if processes is None else processes.all_or_none(lambda: self._read(checkpoint))
-            )
-            self._probe.load_state_dict(states)
+            self._probe.load_state_dict(read() if processes is None else processes.all_or_none(read))
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self._probe.resume_at(step)

@@ -23,10 +23,7 @@ MAX_LAYERS_IN_LEGEND = 40
 
 
 def sweep_figure(result: SweepResult) -> Figure:
-    """Draw geometric means over seeds as curves, with bands from the smallest to the largest value.
-
-    See :meth:`SweepResult.figure`.
-    """
+    """Draw means over seeds as curves, smallest to largest values as bands; see :meth:`SweepResult.figure`."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure

@@ -240,9 +240,8 @@ class SweepConfig:
         if self.parametrization is None:
             return {}
         with _as_sweep_error():
-            layers = [
-                layer for layer in dissect(module, roles=self.roles, blocks=self.blocks).layers if layer.compute is None
-            ]
+            anatomy = dissect(module, roles=self.roles, blocks=self.blocks)
+            layers = [layer for layer in anatomy.layers if layer.compute is None]
             positions = by_parameter(module, layers)
         return {layer.info.name: positions[id(layer.sources[0])] for layer in layers}
 

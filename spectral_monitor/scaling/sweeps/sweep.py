@@ -232,10 +232,8 @@ def _check_sizes(recipe: SweepConfig, keys: Sequence[RunKey], axis: str, elsewhe
             return
         raise RuntimeError(f"make_module, {small} or {large}: {type(error).__name__}: {error}") from error
     if same:
-        sizes = [getattr(key, axis) for key in (small, large)]
-        raise SweepError(
-            f"make_module ignores the {axis}: at {axis} {sizes[0]} and {sizes[1]} all parameters have the same shapes"
-        )
+        sizes = f"{axis} {getattr(small, axis)} and {getattr(large, axis)}"
+        raise SweepError(f"make_module ignores the {axis}: at {sizes} all parameters have the same shapes")
 
 
 @contextmanager
