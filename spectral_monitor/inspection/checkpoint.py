@@ -16,8 +16,8 @@ from spectral_monitor.layers.recognition.linear_lookalikes import InputsFirst
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights")
 """Keys under which a checkpoint keeps the weights."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_TABLE = re.compile(r"emb|wte|wpe|token|codebook", re.IGNORECASE)
-_CONV: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+_EMBEDDING_NAME = re.compile(r"emb|wte|wpe|token|codebook", re.IGNORECASE)
+_CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 WHAT_TO_GIVE = "give a Lightning checkpoint, a state_dict that torch.save has written, or .safetensors"
 
 
@@ -90,12 +90,12 @@ def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
         [('', 'Module'), ('emb', 'Embedding'), ('h', 'Module'), ('h.0.fc', 'Linear')]
     """
     # torch.compile and DistributedDataParallel add to names.
-    named = {name.replace("_orig_mod.", ""): value for name, value in weights.items() if isinstance(value, Tensor)}
-    if named and all(name.startswith("module.") for name in named):
-        named = {name.removeprefix("module."): value for name, value in named.items()}
+    tensors = {name.replace("_orig_mod.", ""): value for name, value in weights.items() if isinstance(value, Tensor)}
+    if tensors and all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
     parameters = {
         name: value
-        for name, value in named.items()
+        for name, value in tensors.items()
         if value.is_floating_point() and name.rpartition(".")[2] not in _BUFFERS
     }
     if not parameters:
@@ -132,7 +132,7 @@ def _inputs_first(weights: Mapping[str, Tensor]) -> dict[str, str]:
     for name, weight in weights.items():
         owner, _, key = name.rpartition(".")
         bias = weights.get(f"{owner}.bias")
-        if key != "weight" or weight.ndim != 2 or bias is None or bias.ndim != 1 or _is_table(owner):
+        if key != "weight" or weight.ndim != 2 or bias is None or bias.ndim != 1 or _is_embedding(owner):
             continue
         rows, columns = weight.shape
         if rows == columns == len(bias):
@@ -159,9 +159,9 @@ def _parent(owner: str) -> str:
     return ".".join(part for part in owner.split(".")[:-1] if not part.isdecimal())
 
 
-def _is_table(owner: str) -> bool:
+def _is_embedding(owner: str) -> bool:
     """Return whether a module's name is that of an embedding."""
-    return _TABLE.search(owner.rpartition(".")[2]) is not None
+    return _EMBEDDING_NAME.search(owner.rpartition(".")[2]) is not None
 
 
 def _module(owner: str, weight: Tensor | None, transposed: str | None) -> nn.Module:
@@ -173,10 +173,12 @@ def _module(owner: str, weight: Tensor | None, transposed: str | None) -> nn.Mod
     with torch.device("meta"):
         if transposed is not None:
             module = InputsFirst(transposed)
+        elif weight is not None and weight.ndim == 2 and _is_embedding(owner):
+            module = nn.Embedding(*weight.shape)
         elif weight is not None and weight.ndim == 2:
-            module = nn.Embedding(*weight.shape) if _is_table(owner) else nn.Linear(weight.shape[1], weight.shape[0])
-        elif weight is not None and weight.ndim in _CONV:
-            module = _CONV[weight.ndim](weight.shape[1], weight.shape[0], tuple(weight.shape[2:]))
+            module = nn.Linear(weight.shape[1], weight.shape[0])
+        elif weight is not None and weight.ndim in _CONVOLUTIONS:
+            module = _CONVOLUTIONS[weight.ndim](weight.shape[1], weight.shape[0], tuple(weight.shape[2:]))
     if module is None:
         return nn.Module()
     module._parameters.clear()

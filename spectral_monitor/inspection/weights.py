@@ -24,7 +24,7 @@ from spectral_monitor.reporting.text.notebook import html_table
 from spectral_monitor.reporting.text.roles import Roles
 from spectral_monitor.reporting.text.table import number
 
-MEASURED = ("weight_norm", "weight_natural", "weight_fro", "weight_stable_rank")
+MEASURED_KEYS = ("weight_norm", "weight_natural", "weight_fro", "weight_stable_rank")
 
 
 class Inspection:
@@ -123,7 +123,7 @@ def inspect(
     anatomy = dissect(root, roles=roles)
     refuse_spread(anatomy.layers, ": inspect the model before it is sharded, or a checkpoint")
     rows = [_measured(layer) for layer in anatomy.layers]
-    values = {key: torch.tensor([row[key] for row in rows]) for key in MEASURED}
+    values = {key: torch.tensor([row[key] for row in rows]) for key in MEASURED_KEYS}
     return Inspection(Roles.of(anatomy), Measurement(0, anatomy.infos, values, {}))
 
 
@@ -137,11 +137,11 @@ def _measured(layer: Layer) -> dict[str, float]:
     """Return the numbers of a layer, by the formulas of a measured step."""
     weight = layer.weight()
     if weight.is_meta:
-        return dict.fromkeys(MEASURED, math.nan)
+        return dict.fromkeys(MEASURED_KEYS, math.nan)
     stack = layer.layout.stack(weight).flatten(0, 1)  # (taps * blocks, fan_out, fan_in)
     estimate = spectral_estimate(stack)
     raw = {"W.sigma": estimate.sigma, "W.fro": estimate.fro}
     if layer.info.role == "embedding":
         raw["W.row"] = torch.tensor([largest_row(layer, weight)])
     readings = Readings(raw, layer.info.role, layer.layout.fan_in, layer.layout.fan_outs)
-    return {key: QUANTITIES[key].value(readings) for key in MEASURED}
+    return {key: QUANTITIES[key].value(readings) for key in MEASURED_KEYS}

@@ -31,7 +31,7 @@ except ImportError as error:
     ) from error
 
 SUPPORTED = "one process, DDP (torchrun) or FSDP"
-OWN = ("model", "optimizer", "every_n_steps", "sinks", "max_overhead", "verbose")
+SET_BY_CALLBACK = ("model", "optimizer", "every_n_steps", "sinks", "max_overhead", "verbose")
 """Arguments of the probe that the callback sets itself."""
 
 
@@ -83,7 +83,7 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
     ) -> None:
         if verbose not in (0, 1, 2):
             raise ValueError(f"verbose must be 0, 1 or 2, got {verbose!r}")
-        allowed = [name for name in inspect.signature(SpectralProbe.__init__).parameters if name not in ("self", *OWN)]
+        allowed = [name for name in inspect.signature(SpectralProbe).parameters if name not in SET_BY_CALLBACK]
         for name in options:
             if name not in allowed:
                 raise TypeError(f"SpectralCallback: {unknown('option', name, allowed)}")
@@ -111,8 +111,8 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         trial = state.trial_name if state.is_hyper_param_search else None
         self._folder = folder = Path(args.output_dir or ".") / (trial or "")
         model, optimizer = kwargs["model"], kwargs["optimizer"]  # as accelerate has wrapped them
-        about = {"model": type(model).__name__} | ({"optimizer": args.optim} if isinstance(args.optim, str) else {})
-        file = JSONLinesSink(folder / run_file_name(1), about)
+        run_info = {"model": type(model).__name__} | ({"optimizer": args.optim} if isinstance(args.optim, str) else {})
+        file = JSONLinesSink(folder / run_file_name(1), run_info)
         self.probe = probe = SpectralProbe(
             model, optimizer, sinks=[file, *self._sinks], verbose=self.verbose > 0, **self._options
         )

@@ -19,11 +19,11 @@ from spectral_monitor.monitoring.probe import SpectralProbe
 from spectral_monitor.state import side_files
 from spectral_monitor.state.serialize import fingerprint
 
-LARGE = "_spectral_monitor"
+TENSORS_FOLDER = "_spectral_monitor"
 """The folder of tensors; the Trainer does not push names that begin with an underscore."""
-SMALL = "spectral_monitor_{}.pt"
+STATE_FILE = "spectral_monitor_{}.pt"
 """The file of a process in a checkpoint, by rank."""
-KEYS = {"steps", "state", "fingerprint", "processes"}
+STATE_KEYS = {"steps", "state", "fingerprint", "processes"}
 """Keys that every such file has."""
 
 State = dict[str, Any]
@@ -43,11 +43,11 @@ class ResumeFiles:
             state = self._probe.state_dict()
             tensors, probe_taken = state.pop("tensors"), self._engine.probe_taken
             if self._written is None or self._written[0] != probe_taken:
-                tensors_fingerprint = fingerprint(tensors)
-                side_files.write(tensors, self._folder / LARGE / side_files.side_file_name(tensors_fingerprint))
-                self._written = (probe_taken, tensors_fingerprint)
+                digest = fingerprint(tensors)
+                side_files.write(tensors, self._folder / TENSORS_FOLDER / side_files.side_file_name(digest))
+                self._written = (probe_taken, digest)
             state |= {"fingerprint": self._written[1], "processes": self._probe.processes}
-            side_files.write(state, self._folder / checkpoint / SMALL.format(self._probe.rank))
+            side_files.write(state, self._folder / checkpoint / STATE_FILE.format(self._probe.rank))
         except Exception as error:
             self._warn(f"the checkpoint does not hold the monitor ({type(error).__name__}: {error})", error)
 
@@ -77,11 +77,11 @@ class ResumeFiles:
         Raises:
             ValueError: files are missing or not of the monitor.
         """
-        own = checkpoint / SMALL.format(self._probe.rank)
-        first = self._read_file(own if own.is_file() else checkpoint / SMALL.format(0))
+        own = checkpoint / STATE_FILE.format(self._probe.rank)
+        first = self._read_file(own if own.is_file() else checkpoint / STATE_FILE.format(0))
         count: int = first["processes"]
         ranks = [self._probe.rank] if count == self._probe.processes else range(count)
-        return [self._with_tensors(self._read_file(checkpoint / SMALL.format(rank)), checkpoint) for rank in ranks]
+        return [self._with_tensors(self._read_file(checkpoint / STATE_FILE.format(rank)), checkpoint) for rank in ranks]
 
     def _read_file(self, file: Path) -> State:
         if not file.is_file():
@@ -92,12 +92,13 @@ class ResumeFiles:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(f"{file} cannot be read ({type(error).__name__})") from error
-        if not isinstance(state, dict) or not isinstance(state.get("processes"), int) or not state.keys() >= KEYS:
+        if not isinstance(state, dict) or not isinstance(state.get("processes"), int) or not state.keys() >= STATE_KEYS:
             raise ValueError(f"{file} is no file of the monitor")
         return state
 
     def _with_tensors(self, state: Mapping[str, Any], checkpoint: Path) -> State:
         """Return a state with its tensors, or with the reason why they are missing."""
-        folders = list(dict.fromkeys([checkpoint.absolute().parent / LARGE, self._folder.absolute() / LARGE]))
+        parents = dict.fromkeys([checkpoint.absolute().parent, self._folder.absolute()])
+        folders = [parent / TENSORS_FOLDER for parent in parents]
         tensors, missing = side_files.read(side_files.checked_fingerprint(state["fingerprint"]), folders)
         return {**state, "tensors": tensors or {"start": {}, "probe": None, "no_probe": missing}}

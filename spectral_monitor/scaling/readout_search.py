@@ -12,7 +12,7 @@ import spectral_monitor.functional as F
 from spectral_monitor.layers import Layer
 from spectral_monitor.scaling.trial import Blocks, EqualContributionStep, Family, Trial, equal_contributions, update_of
 
-START = 1e-2
+START_RMS = 1e-2
 """RMS of the outputs where the search begins: so small that the loss does not depend on them yet."""
 
 TOLERANCE = 2e-3
@@ -44,7 +44,7 @@ def normalize_backward(
         parameters, directions = _first_update(trial, readout, blocks, optimizer)
         origins = [parameter.detach().clone() for parameter in parameters]
     norms = [float(F.frobenius_norm(d.flatten(1))) for p, d in zip(parameters, directions, strict=True) if p is weight]
-    first = log_factor = math.log(START * math.sqrt(readout.layout.fan_out) / norms[0])
+    first = log_factor = math.log(START_RMS * math.sqrt(readout.layout.fan_out) / norms[0])
     above: tuple[float, float] | None = None  # logarithms of a factor and of the sensitivity there
     below: tuple[float, float] | None = None
     turn = 0

@@ -28,13 +28,13 @@ FAMILIES: tuple[str, ...] = get_args(Family)
 Blocks = dict[str, list[tuple[str, nn.Parameter]]]
 """Name -> named parameters that share a rate."""
 
-SETTLED = 1e-4
+MAX_FACTOR_CHANGE = 1e-4
 """A factor is final once it changes by less, relatively, from one pass over the batches to the next."""
 
 MAX_PASSES = 50
 """Passes to find factors where a layer feeds itself; otherwise as many as there are layers suffice."""
 
-UNSURE = 0.01
+MAX_ROUNDING_ERROR = 0.01
 """Relative error by rounding above which a change of features is refused."""
 
 MAX_BYPASS = 0.1
@@ -129,10 +129,10 @@ class Trial:
                 for _ in self.losses():
                     pass
                 changes = {w: abs(math.log(factor / previous.get(w, math.nan))) for w, factor in factors.items()}
-                if all(change < SETTLED for change in changes.values()):
+                if all(change < MAX_FACTOR_CHANGE for change in changes.values()):
                     break
             else:
-                unsettled = [layer.info.name for layer in layers if not changes[layer.sources[0]] < SETTLED]
+                unsettled = [layer.info.name for layer in layers if not changes[layer.sources[0]] < MAX_FACTOR_CHANGE]
                 raise ValueError(f"the size of features does not settle, those of {', '.join(unsettled)}")
         for layer in layers:
             if layer.sources[0] not in factors:
@@ -175,7 +175,7 @@ class Trial:
                     h.append(features.detach().double().flatten())
                     b.append(part.double().flatten())
                     eps = torch.finfo(features.dtype).eps
-                    if math.sqrt(eps) > UNSURE:
+                    if math.sqrt(eps) > MAX_ROUNDING_ERROR:
                         raise ValueError(
                             f"the readout, {readout.info.name!r}, is given {features.dtype}, too coarse to see what a "
                             "small step changes: calibrate in float32 or float64, without autocast"
@@ -202,13 +202,13 @@ class Trial:
             with self._recorded_inputs(readout) as inputs:
                 for _ in self.losses():
                     pass
-            return torch.cat([x.double().flatten() for x in inputs])
+            return _flat(inputs).double()
 
         def central_difference(length: float, min_change: float) -> tuple[Tensor, float]:
             """Return half the difference between two opposite steps, and its size relative to the inputs."""
             difference = (inputs_at(length) - inputs_at(-length)) / 2
             change = _norm(difference) / _norm(gradients.h)
-            if not math.isfinite(change) or change * UNSURE < min_change:
+            if not math.isfinite(change) or change * MAX_ROUNDING_ERROR < min_change:
                 raise ValueError(
                     f"what the readout, {readout.info.name!r}, is given changes by {change:.1e} of its size, too "
                     f"little for features rounded to {gradients.eps:.1e}"
@@ -220,7 +220,7 @@ class Trial:
         length = target * min((weight / step for weight, step in sizes if step > 0 and weight > 0), default=1.0)
         try:
             _, change = central_difference(length, min_change=0.0)
-            length *= target / max(change, gradients.eps * UNSURE)
+            length *= target / max(change, gradients.eps * MAX_ROUNDING_ERROR)
             difference, _ = central_difference(length, min_change=gradients.eps)
         finally:
             for parameter, origin in zip(parameters, origins, strict=True):
@@ -243,7 +243,7 @@ def update_of(gradients: Sequence[Tensor], optimizer: Family) -> list[Tensor]:
     """Return a block's first update per unit of learning rate."""
     if optimizer == "adam":
         return [-g.sign() for g in gradients]
-    size = _norm(torch.cat([g.flatten() for g in gradients])) if optimizer == "normalized" else 1.0
+    size = _norm(_flat(gradients)) if optimizer == "normalized" else 1.0
     return [g / -size for g in gradients]
 
 
@@ -258,7 +258,7 @@ def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer:
     gradient_of = dict(zip(parameters, gradient_pass.gradients, strict=True))
     by_block = {block: [gradient_of[p] for _, p in members] for block, members in blocks.items()}
     order = 1 if optimizer == "adam" else 2
-    sizes = {block: _norm(torch.cat([g.flatten() for g in gs]), order) for block, gs in by_block.items()}
+    sizes = {block: _norm(_flat(gradients), order) for block, gradients in by_block.items()}
     rates, updates, decrease = [], [], 0.0
     decrease_before_readout = 0.0
     for block, gradients in by_block.items():
@@ -288,6 +288,10 @@ def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer:
     return EqualContributionStep(
         gradient_pass.loss, rates, decrease, angle, float(F.sensitivity(velocity, gradient_pass.b))
     )
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _norm(tensor: Tensor, order: float = 2) -> float:

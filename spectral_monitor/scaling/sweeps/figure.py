@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from spectral_monitor.scaling.sweeps.result import SweepResult
 
-PANEL = 3.6
+PANEL_INCHES = 3.6
 """Width and height of a panel in inches."""
 COLUMNS = 4
 MAX_LAYERS_IN_LEGEND = 40
@@ -40,7 +40,7 @@ def sweep_figure(result: SweepResult) -> Figure:
     layers = list(dict.fromkeys(s.layer for s in sorted(result.slopes, key=lambda slope: slope.beside != largest)))
     shades = [0.92 * i / max(1, len(layers) - 1) for i in range(len(layers))]
     colours = dict(zip(layers, colormaps["viridis"](shades), strict=True))
-    figure = Figure(figsize=(PANEL * columns + 2.2, PANEL * rows + 0.7), layout="constrained")
+    figure = Figure(figsize=(PANEL_INCHES * columns + 2.2, PANEL_INCHES * rows + 0.7), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis, (size, quantity) in zip(axes.flat, panels, strict=False):
         slopes = [s for s in result.slopes if s.quantity == quantity and s.beside == size]

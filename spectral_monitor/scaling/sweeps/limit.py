@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spectral_monitor.scaling.sweeps.result import SweepResult
 
 LimitMethod = Literal["exact", "extrapolated"]
-FLAT = 0.1
+MAX_FLAT_SLOPE = 0.1
 """A quantity has no limit if the whole interval of its slope is beyond this."""
 
 
@@ -139,7 +139,7 @@ def limit_of(result: SweepResult, slope: Slope) -> WidthLimit:
             reason = "" if measurement is None else measurement.why(quantity, layer)
             return WidthLimit(layer, quantity, reason=reason or point.failure or "no value at infinite width")
     else:
-        if not slope.fit.reason and (slope.fit.low > FLAT or slope.fit.high < -FLAT):
+        if not slope.fit.reason and (slope.fit.low > MAX_FLAT_SLOPE or slope.fit.high < -MAX_FLAT_SLOPE):
             return WidthLimit(layer, quantity, reason=f"it {slope.behaviour}")
         fitted = extrapolate(slope.sizes, list(rows.values()))
         if fitted.reason:

@@ -17,7 +17,7 @@ from spectral_monitor.reporting.files.json_values import is_torn, plain, read_as
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.point import Point, RunKey
 
-START = '{"format":"spectral_monitor.sweep","version":1,'
+LINE_START = '{"format":"spectral_monitor.sweep","version":1,'
 """The start of every line. Lines are independent: files may be joined, and a truncated line is left out."""
 
 
@@ -41,7 +41,7 @@ def append(path: Path, point: Point, settings: Mapping[str, Any]) -> None:
     with path.open("a+b", buffering=0) as file:
         torn = "\n" if is_torn(file) else ""
         row = json.dumps(plain(_row(point, settings)), separators=(",", ":"), allow_nan=False)
-        file.write(f"{torn}{START}{row[1:]}\n".encode())
+        file.write(f"{torn}{LINE_START}{row[1:]}\n".encode())
 
 
 def read(path: Path, settings: Mapping[str, Any]) -> dict[RunKey, Point]:
@@ -65,7 +65,7 @@ def read(path: Path, settings: Mapping[str, Any]) -> dict[RunKey, Point]:
 
 def _points(file: Path, lines: Iterable[str], settings: Mapping[str, Any]) -> Iterable[Point]:
     for number, line in enumerate(lines, start=1):
-        if not line.startswith(START) and not START.startswith(line):
+        if not line.startswith(LINE_START) and not LINE_START.startswith(line):
             raise SweepError(
                 f"{str(file)!r}, line {number}: not a point of a sweep; give a file of your own to the sweep"
             )

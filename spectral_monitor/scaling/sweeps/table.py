@@ -15,16 +15,16 @@ from spectral_monitor.scaling.sweeps.slope import TOLERANCE, Slope, exponent
 if TYPE_CHECKING:
     from spectral_monitor.scaling.sweeps.result import SweepResult
 
-MAX_NAMES = 2
-"""Offenders named in the first line."""
-MAX_LISTED = 20
+MAX_OFFENDERS = 2
+"""Offenders in the first line."""
+MAX_EXCLUDED = 20
 """Excluded points listed below the table."""
 ONE_SAMPLE = (
     "predictions against depth are of one sample; in a batch of unlike samples the first layers of a chain, through "
     "which no signal has mixed them yet, have other slopes"
 )
 OFFENDERS = ("not as predicted", "grows", "vanishes")
-_REST = ("unclear", "no slope", "as predicted", "flat")
+_OTHER_VERDICTS = ("unclear", "no slope", "as predicted", "flat")
 
 
 def sweep_table(result: SweepResult) -> Table:
@@ -38,7 +38,7 @@ def _sort_key(slope: Slope, off: Sequence[Slope]) -> tuple[int, float]:
     """Return the key by which rows are sorted; slopes of one verdict that are no offenders keep the network's order."""
     if slope.verdict in OFFENDERS:
         return slope not in off, -slope.distance
-    return 2 + _REST.index(slope.verdict), 0.0
+    return 2 + _OTHER_VERDICTS.index(slope.verdict), 0.0
 
 
 def _columns(result: SweepResult, rows: Sequence[Slope]) -> list[Column]:
@@ -63,7 +63,7 @@ def _columns(result: SweepResult, rows: Sequence[Slope]) -> list[Column]:
     if any(not math.isnan(row.predicted) for row in rows):
         columns.append(Column("predicted", tuple(_signed(row.predicted) for row in rows)))
     any_over_seeds = any(row.fit.how == "seeds" for row in rows)
-    columns.append(text_column("verdict", [_words(row, any_over_seeds) for row in rows]))
+    columns.append(text_column("verdict", [_verdict_cell(row, any_over_seeds) for row in rows]))
     return columns
 
 
@@ -71,7 +71,7 @@ def _signed(value: float) -> str:
     return "-" if math.isnan(value) else f"{round(value, 2) + 0.0:+.2f}"
 
 
-def _words(slope: Slope, any_over_seeds: bool) -> str:
+def _verdict_cell(slope: Slope, any_over_seeds: bool) -> str:
     parts = [slope.sentence]
     if slope.fit.how == "residuals" and any_over_seeds:
         parts.append("of one seed, interval from its residuals")
@@ -103,8 +103,8 @@ def _answer(result: SweepResult) -> str:
     predicted = [slope for slope in result.slopes if not math.isnan(slope.predicted)]
     judged, off = predicted or list(result.slopes), result.off
     parametrization, healthy = result.recipe.parametrization, "as predicted" if predicted else "flat"
-    under = "" if parametrization is None else f" ({parametrization.name}, {result.recipe.family})"
-    parts = [f"{sum(slope.verdict == healthy for slope in judged)} of {len(judged)} {healthy}{under}"]
+    method = "" if parametrization is None else f" ({parametrization.name}, {result.recipe.family})"
+    parts = [f"{sum(slope.verdict == healthy for slope in judged)} of {len(judged)} {healthy}{method}"]
     for verdict, words in (("unclear", "unclear"), ("no slope", "without a slope")):
         count = sum(slope.verdict == verdict for slope in judged)
         parts += [f"{count} {words}"] if count else []
@@ -112,14 +112,14 @@ def _answer(result: SweepResult) -> str:
     if predicted and moving:
         parts.append(f"{moving} others grow or vanish with {result.axis}")
     if off:
-        named = ", ".join(f"{slope.layer} {slope.quantity} {_short(slope)}" for slope in off[:MAX_NAMES])
-        parts.append(f"{len(off)} off: {named}{', ...' if len(off) > MAX_NAMES else ''}")
+        names = ", ".join(f"{slope.layer} {slope.quantity} {_behaviour(slope)}" for slope in off[:MAX_OFFENDERS])
+        parts.append(f"{len(off)} off: {names}{', ...' if len(off) > MAX_OFFENDERS else ''}")
     elif len(parts) > 1:
         parts.append("none off")
     return ", ".join(parts)
 
 
-def _short(row: Slope) -> str:
+def _behaviour(row: Slope) -> str:
     if math.isnan(row.predicted):
         return row.behaviour
     expected = "flat" if abs(row.predicted) < 0.005 else f"{row.axis}^{exponent(row.predicted)}"
@@ -139,8 +139,8 @@ def _foot(result: SweepResult) -> list[str]:
     if {slope.fit.how for slope in result.slopes} - {""} == {"residuals"}:
         lines.append("one seed: intervals are from the residuals of its lines, and know nothing of other seeds")
     if result.excluded:
-        shown = list(result.excluded[:MAX_LISTED])
-        if len(result.excluded) > MAX_LISTED:
+        shown = list(result.excluded[:MAX_EXCLUDED])
+        if len(result.excluded) > MAX_EXCLUDED:
             shown.append(f"... ({len(result.excluded)} in all)")
         lines += ["left out:", *(printable(f"  {text}") for text in shown)]
     return lines

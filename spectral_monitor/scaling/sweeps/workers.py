@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 
-PAUSES = 0.02, 1.0
+POLL_SECONDS = 0.02, 1.0
 """The first and the longest number of seconds between two polls of jobs; it doubles each time."""
 MAX_LOST_IN_MESSAGE = 5
 
@@ -147,11 +147,11 @@ def _member(job: PointJob, report: Path) -> Point:
 
 
 @contextmanager
-def _threads(wanted: int) -> Iterator[None]:
+def _threads(count: int) -> Iterator[None]:
     """Give torch this number of threads, at most one for each CPU; restore the number on exit."""
     original = torch.get_num_threads()
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(min(wanted, cpus or wanted))
+    torch.set_num_threads(min(count, cpus or count))
     try:
         yield
     finally:
@@ -250,7 +250,7 @@ def _submitted(
 ) -> Generator[Point, None, None]:
     jobs: dict[RunKey, Job] = {}
     lost: dict[RunKey, Exception] = {}
-    first, longest = PAUSES
+    first, longest = POLL_SECONDS
     pause = first
     try:
         for key in reversed(keys):  # large networks first: they take longest
@@ -289,9 +289,9 @@ def _submitted(
 
 
 def _lost_sentence(lost: dict[RunKey, Exception], count: int, saved: str) -> str:
-    named = [str(key) for key in sorted(lost)]
-    if len(named) > MAX_LOST_IN_MESSAGE:
-        named = [*named[:MAX_LOST_IN_MESSAGE], "..."]
+    names = [str(key) for key in sorted(lost)]
+    if len(names) > MAX_LOST_IN_MESSAGE:
+        names = [*names[:MAX_LOST_IN_MESSAGE], "..."]
     error = next(iter(lost.values()))
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if isinstance(error, BrokenProcessPool | ChildFailedError):
@@ -299,4 +299,4 @@ def _lost_sentence(lost: dict[RunKey, Exception], count: int, saved: str) -> str
             "a process died: out of memory, or it could not import your script, which needs "
             'if __name__ == "__main__": around what it runs; a notebook\'s functions must go to a module'
         )
-    return f"{len(lost)} of {count} points did not come back from their workers ({'; '.join(named)}): {reason}; {saved}"
+    return f"{len(lost)} of {count} points did not come back from their workers ({'; '.join(names)}): {reason}; {saved}"
