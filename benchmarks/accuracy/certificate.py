@@ -308,9 +308,9 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     tail = [f"\n{EACH * len(rows):,} matrices ({words}), {len(rows) // len(FAMILIES):,} solves"]
     tail[-1] += f"; torch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d')}, two cores."
     for row in bad[:20]:
-        which = "; ".join(f"{word}: {row[word]}" for word in BROKEN if row[word])
+        failures = "; ".join(f"{word}: {row[word]}" for word in BROKEN if row[word])
         shape = "x".join(map(str, row["shape"]))
-        tail.append(f"\nSeed {row['seed']}, {row['family']}, {shape}, {row['dtype']}: {which}.")
+        tail.append(f"\nSeed {row['seed']}, {row['family']}, {shape}, {row['dtype']}: {failures}.")
     return "\n".join(lines + tail)
 
 

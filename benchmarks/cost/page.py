@@ -198,10 +198,10 @@ def _peers(results: Mapping[str, Any]) -> str:
             body.append(
                 [f"this monitor, {name}", "[all its quantities](quantities.md)", ratio(row), f"{row['extra']:.3f}"]
             )
-    for name, what in headline["what"].items():
+    for name, scope in headline["what"].items():
         row = headline["rows"].get(name)
         body.append(
-            [name, what, *((ratio(row), f"{row['extra']:.3f}") if row else (headline["skipped"].get(name, "-"), ""))]
+            [name, scope, *((ratio(row), f"{row['extra']:.3f}") if row else (headline["skipped"].get(name, "-"), ""))]
         )
     text = "## What others cost\n\nOn the same model in the same run, each against plain steps of its own:\n\n"
     text += table(["", "what it measures", "its step / plain step", "seconds more"], body)

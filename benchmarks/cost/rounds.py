@@ -152,7 +152,7 @@ class Timing:
         """For a file; ``hooks_alone`` for what costs far less than whole steps differ from each other."""
         pairs = list(zip(self.before, self.own, self.hooks, strict=True))
         extra = [hooks if hooks_alone else own - before for before, own, hooks in pairs]
-        ratios = [1 + more / before for more, before in zip(extra, self.before, strict=True)]
+        ratios = [1 + extra_seconds / before for extra_seconds, before in zip(extra, self.before, strict=True)]
         return {
             "ratio": statistics.median(ratios),
             "mean": statistics.fmean(ratios),

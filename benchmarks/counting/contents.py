@@ -127,12 +127,12 @@ class Contents:
         """An operator has written ``out``, in place or not, from these."""
         key = out.untyped_storage()._cdata
         first, last = extent(out)
-        made = dict(self._made(name, inputs, alpha, out)) if self._known(inputs) else {}
-        kept = [r for r in self.regions.get(key, ()) if r.last <= first or last <= r.first]
+        new_contents = dict(self._made(name, inputs, alpha, out)) if self._known(inputs) else {}
+        untouched = [r for r in self.regions.get(key, ()) if r.last <= first or last <= r.first]
         if key in self.owners:  # whatever changes a parameter makes it the one after the step
-            made = {(first, last): (self.owners[key], (("after", 1),))}
-        if made or kept or key in self.regions:
-            self.regions[key] = [*kept, *(Region(*span, *what) for span, what in made.items())]
+            new_contents = {(first, last): (self.owners[key], (("after", 1),))}
+        if new_contents or untouched or key in self.regions:
+            self.regions[key] = [*untouched, *(Region(*span, *contents) for span, contents in new_contents.items())]
 
     def _known(self, inputs: Sequence[Any]) -> bool:
         return any(t.untyped_storage()._cdata in self.regions for t in inputs if isinstance(t, Tensor))
@@ -150,9 +150,9 @@ class Contents:
             if all(span in term and term[span][0] == terms[0][span][0] for term in terms):
                 total: Counter[str] = Counter()
                 for factor, term in zip(factors, terms, strict=True):
-                    for what, count in term[span][1]:
-                        total[what] += int(factor) * count
-                values = tuple(sorted((what, count) for what, count in total.items() if count))
+                    for version, count in term[span][1]:
+                        total[version] += int(factor) * count
+                values = tuple(sorted((version, count) for version, count in total.items() if count))
                 a, b = (first + element * out.element_size() for element in span)
                 yield (a, b), (terms[0][span][0], values)
 

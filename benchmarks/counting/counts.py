@@ -152,11 +152,11 @@ class Operators(TorchDispatchMode):
             if a.alias_info is None or not a.alias_info.is_write or not (a.is_out or name in WRITES_ONLY)
             for t in tensors_in(v)
         ]
-        where = place()
-        self.tally.operators[where] += 1
-        self.tally.read[where] += sum(map(read_bytes, [*outputs, *reads[1:]] if name in PICKS else reads))
-        if where:
-            self.contents.read(reads, where)
+        function = place()
+        self.tally.operators[function] += 1
+        self.tally.read[function] += sum(map(read_bytes, [*outputs, *reads[1:]] if name in PICKS else reads))
+        if function:
+            self.contents.read(reads, function)
         self._follow(schema.name, name, args, kwargs, written or outputs)
         return result
 
@@ -200,9 +200,9 @@ class Crossings(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in CROSSINGS and args and isinstance(args[0], Tensor):
             home = name != "to" or any(isinstance(a, str) and a == "cpu" for a in (*args, *(kwargs or {}).values()))
-            where = place()
-            if home and where and not where.startswith(ON_HOST) and not is_index(args[0]):
-                self._operators.tally.crossings[where] += 1
+            function = place()
+            if home and function and not function.startswith(ON_HOST) and not is_index(args[0]):
+                self._operators.tally.crossings[function] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -311,7 +311,7 @@ def difference(
     read.subtract(plain.read)
 
     def fixed(counter: Counter[str]) -> int:
-        return sum(n for where, n in counter.items() if not where.startswith("linalg/"))
+        return sum(n for function, n in counter.items() if not function.startswith("linalg/"))
 
     return Counts(
         operators=operators.total(),
@@ -326,7 +326,7 @@ def difference(
         backwards=measured.backwards - plain.backwards,
         passes={key: sum(functions.values()) for key, functions in passes.items()},
         steps=steps,
-        functions={where: (operators[where], read[where]) for where, _ in read.most_common()},
+        functions={function: (operators[function], read[function]) for function, _ in read.most_common()},
         readers={key: dict(functions) for key, functions in passes.items()},
     )
 
@@ -346,8 +346,8 @@ def report(name: str, counts: Counts) -> None:
         f"{counts.allocations} tensors of {counts.allocated / 1e6:.1f} MB, peak {counts.peak / 1e6:+.1f} MB,", end=" "
     )
     print(f"{counts.crossings} crossings, {counts.forwards} forwards")
-    for where, (operators, read) in list(counts.functions.items())[:20]:
-        print(f"  {where or '(the model)':50s} {operators:5d} operators {read / 1e6:9.2f} MB")
+    for function, (operators, read) in list(counts.functions.items())[:20]:
+        print(f"  {function or '(the model)':50s} {operators:5d} operators {read / 1e6:9.2f} MB")
     for key, n in sorted(counts.passes.items(), key=lambda item: -item[1])[:12]:
         print(f"  {key[0]:5s} {key[1]:28s} {n:5.1f} passes, {counts.steps.get(key, 0)} steps of Lanczos", end="; ")
         print(", ".join(f"{reader.split('/')[-1]} {passes:.1f}" for reader, passes in counts.readers[key].items()))

@@ -242,8 +242,8 @@ def work(rank: int, ranks: int, cases: list[Case], folder: str) -> None:
         result = measure(case)
         if rank == 0:
             (Path(folder) / f"{ranks}.{number}.json").write_text(json.dumps(result))
-            where = f"{case.strategy}, {case.tier}, {4 * case.blocks} weights in blocks"
-            print(f"{ranks} ranks: {where}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+            label = f"{case.strategy}, {case.tier}, {4 * case.blocks} weights in blocks"
+            print(f"{ranks} ranks: {label}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -321,10 +321,10 @@ def main() -> None:
     parser.add_argument("--write", metavar="PAGE", help="write the tables into a page too")
     args = parser.parse_args()
     results = run(table_of_cases(args))
-    where = (
+    machine = (
         f"{os.cpu_count()} CPU cores, gloo, torch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d')}."
     )
-    for name, text in (("times", f"{times(results)}\n\n{where}"), ("counts", counts(results))):
+    for name, text in (("times", f"{times(results)}\n\n{machine}"), ("counts", counts(results))):
         print(f"{text}\n")
         if args.write:
             write(Path(args.write), name, text)

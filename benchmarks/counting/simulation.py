@@ -90,9 +90,9 @@ def numbers(case: Case, depth: int) -> dict[str, float]:
 def line(case: Case, points: Sequence[int] | None = None) -> dict[str, float]:
     """The same of the whole model, by the straight line through two."""
     config = CONFIGS[case.model]
-    few, more = points or ((2, 4) if config.experts else (1, 2))
-    low, high = numbers(case, few), numbers(case, more)
-    share = (config.depth - few) / (more - few)
+    small_depth, large_depth = points or ((2, 4) if config.experts else (1, 2))
+    low, high = numbers(case, small_depth), numbers(case, large_depth)
+    share = (config.depth - small_depth) / (large_depth - small_depth)
     return {key: low[key] + share * (high[key] - low[key]) for key in low}
 
 
@@ -106,12 +106,12 @@ def report(results: dict[str, dict[str, float]]) -> str:
     for case in CASES:
         if case.name not in results:
             continue
-        one = results[case.name]
-        cells = [case.model, f"{case.way.name} = {case.way.processes:,}", case.tier, f"{one['operators']:,.0f}"]
-        cells += [f"{one['operators of a plain step']:,.0f}", f"{one['collectives']:.0f}"]
-        cells += [f"{one[key] / GB:.2f}" for key in ("bytes", "plain bytes", "replay bytes")]
-        cells += [f"{one['waits']:.0f}", f"{one['read'] / GB:.1f}", f"{4 * one['held'] / GB:.2f}"]
-        cells += [f"{one['own memory'] / GB:.2f}", f"{one['census'] / 1e6:.1f}"]
+        result = results[case.name]
+        cells = [case.model, f"{case.way.name} = {case.way.processes:,}", case.tier, f"{result['operators']:,.0f}"]
+        cells += [f"{result['operators of a plain step']:,.0f}", f"{result['collectives']:.0f}"]
+        cells += [f"{result[key] / GB:.2f}" for key in ("bytes", "plain bytes", "replay bytes")]
+        cells += [f"{result['waits']:.0f}", f"{result['read'] / GB:.1f}", f"{4 * result['held'] / GB:.2f}"]
+        cells += [f"{result['own memory'] / GB:.2f}", f"{result['census'] / 1e6:.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + f"\n\ntorch {torch.__version__.partition('+')[0]}; {len(lines) - 2} cases."
 

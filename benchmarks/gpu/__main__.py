@@ -94,7 +94,7 @@ def differences(device: str, size: Size = SMALL, steps: int = 2) -> list[Differe
         both = [(difference, name) for difference, name in pairs if not math.isnan(difference)]
         if both:
             worst.append(Difference(key, *max(both), len(both)))
-    return sorted(worst, key=lambda one: -one.worst)
+    return sorted(worst, key=lambda result: -result.worst)
 
 
 def relative(a: float, b: float) -> float:
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = describe(Device("cuda", "bf16-mixed"))
     PAGE.write_text(page(machine, numbers, bits, waiting, costs, shares, trainers), encoding="utf-8")
     print(f"wrote {PAGE} in {time.perf_counter() - begin:.0f} s")
-    wrong = [title for title, one in trainers.items() if one.error or (one.repeats and not one.same)]
+    wrong = [title for title, outcome in trainers.items() if outcome.error or (outcome.repeats and not outcome.same)]
     print(*(f"{title}: {trainers[title].error or 'differs'}" for title in wrong), sep="\n")
     return int(bool(wrong) or not all(bits.values()) or any(waiting[tier][0] for tier in COSTED))
 

@@ -266,20 +266,20 @@ def rows(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
     """
     undefined = outcomes[PLAIN].missing.keys() if PLAIN in outcomes else set()
     table = []
-    for title, one in outcomes.items():
-        if one.error:
-            table.append([title, f"**fails**: {one.error}", "", ""])
+    for title, outcome in outcomes.items():
+        if outcome.error:
+            table.append([title, f"**fails**: {outcome.error}", "", ""])
             continue
-        missing = {pair: reason for pair, reason in one.missing.items() if pair not in undefined}
+        missing = {pair: reason for pair, reason in outcome.missing.items() if pair not in undefined}
         reasons = [reason for (key, _), reason in missing.items() if key in TIERS["standard"]]
         table.append(
             [
                 title,
-                "the same" if one.same else "**differ**" if one.repeats else "differ, as without it",
-                "-" if math.isnan(one.norm_error) else f"{one.norm_error:.1e}",
-                f"{one.numbers}, {len(reasons)} NaN: {'; '.join(sorted(set(reasons)))}"
+                "the same" if outcome.same else "**differ**" if outcome.repeats else "differ, as without it",
+                "-" if math.isnan(outcome.norm_error) else f"{outcome.norm_error:.1e}",
+                f"{outcome.numbers}, {len(reasons)} NaN: {'; '.join(sorted(set(reasons)))}"
                 if reasons
-                else str(one.numbers),
+                else str(outcome.numbers),
             ]
         )
     return table

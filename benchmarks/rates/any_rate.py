@@ -166,11 +166,11 @@ class Losses:
         return min(((e, loss) for e, loss in means.items() if not math.isnan(loss)), key=lambda item: item[1])
 
 
-def fill(losses: Losses, keys: Sequence[Key], half: Half, jobs: int, what: str) -> None:
+def fill(losses: Losses, keys: Sequence[Key], half: Half, jobs: int, title: str) -> None:
     missing = [key for key in keys if key not in losses.by_key]
     with mp.get_context("spawn").Pool(jobs, maxtasksperchild=50) as pool:
         waiting = [pool.apply_async(one, (key, half)) for key in missing]
-        for done in tqdm(waiting, what, disable=None, unit="run"):
+        for done in tqdm(waiting, title, disable=None, unit="run"):
             losses.add(*done.get())
 
 
@@ -259,8 +259,8 @@ def steep(losses: Losses, seeds: int, jobs: int) -> list[str]:
 
 def written(page: Path, name: str, lines: str) -> None:
     """Put lines into a page, between the comments of this name."""
-    before, _, rest = page.read_text().partition(f"<!-- {name} -->\n")
-    after = rest.partition(f"<!-- /{name} -->")[2]
+    before, _, tail = page.read_text().partition(f"<!-- {name} -->\n")
+    after = tail.partition(f"<!-- /{name} -->")[2]
     page.write_text(f"{before}<!-- {name} -->\n{lines}\n<!-- /{name} -->{after}")
 
 

@@ -227,8 +227,8 @@ def print_healthy(data: Path, seeds: int) -> int:
             for layer, name in everyone.items():
                 print(f"NAMED {task.name}, seed {seed}: {layer} at {name.at}: {name.sentence}")
             for key, (low, high, margin) in extremes(measurements[task.steps // 10 :]).items():
-                was = ranges.get(key, (math.inf, 0.0, math.inf))
-                ranges[key] = min(was[0], low), max(was[1], high), min(was[2], margin)
+                previous = ranges.get(key, (math.inf, 0.0, math.inf))
+                ranges[key] = min(previous[0], low), max(previous[1], high), min(previous[2], margin)
         for key, (low, high, margin) in ranges.items():
             print(row.format(task.name, key, f"{low:.2g}", f"{high:.2g}", f"{margin:.2f}"), flush=True)
     return alarms

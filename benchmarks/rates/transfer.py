@@ -67,8 +67,8 @@ class Results:
     def best(self, task: str, method: str, width: int) -> tuple[int, float] | None:
         """Exponent and mean loss of the best learning rate."""
         by_exponent = defaultdict(list)
-        for (*where, exponent, _), loss in self.losses.items():
-            if where == [task, method, width]:
+        for (*run, exponent, _), loss in self.losses.items():
+            if run == [task, method, width]:
                 by_exponent[exponent].append(loss)
         most = max(map(len, by_exponent.values()), default=0)
         means = {e: statistics.mean(losses) for e, losses in by_exponent.items() if len(losses) == most}
@@ -148,8 +148,8 @@ def report(results: Results) -> None:
     page = DOCS / "transfer.md"
     lines = "\n".join(table(results))
     if page.exists():
-        before, _, rest = page.read_text().partition("<!-- table -->\n")
-        _, _, after = rest.partition("<!-- /table -->")
+        before, _, tail = page.read_text().partition("<!-- table -->\n")
+        _, _, after = tail.partition("<!-- /table -->")
         page.write_text(f"{before}<!-- table -->\n{lines}\n<!-- /table -->{after}")
     plot(results, DOCS / "transfer.png")
     print(lines)

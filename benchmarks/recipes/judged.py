@@ -42,7 +42,7 @@ def judged(record: Record, condition: SpectralCondition | None = None) -> list[R
 
 def right(fault: Fault, roots: list[ReportedRoot]) -> ReportedRoot | None:
     """Return the first root that names a right cause, of a right layer where layers are to blame."""
-    return next((one for one in roots if names(fault, one.last) or names(fault, one.verdict)), None)
+    return next((root for root in roots if names(fault, root.last) or names(fault, root.verdict)), None)
 
 
 def names(fault: Fault, verdict: Verdict) -> bool:

@@ -76,10 +76,10 @@ def _tensors(checkpoint: Any) -> dict[str, Tensor]:
     return {str(name): value for name, value in checkpoint.items() if isinstance(value, Tensor)}
 
 
-def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
+def skeleton(weights: Mapping[str, Tensor], source: str) -> nn.Module:
     """Return modules that hold the weights, of kinds that suit names and shapes; nothing is copied.
 
-    A matrix is (out, in), unless biases show that its inputs come first. ``where``: the source, for an error.
+    A matrix is (out, in), unless biases show that its inputs come first. ``source``: where they are from, for an error.
 
     Raises:
         ValueError: there is no floating-point tensor among them.
@@ -99,7 +99,7 @@ def skeleton(weights: Mapping[str, Tensor], where: str) -> nn.Module:
         if value.is_floating_point() and name.rpartition(".")[2] not in _BUFFERS
     }
     if not parameters:
-        raise ValueError(f"no floating-point weights in {where}; {WHAT_TO_GIVE}")
+        raise ValueError(f"no floating-point weights in {source}; {WHAT_TO_GIVE}")
     root, transposed = nn.Module(), _inputs_first(parameters)
     shared: dict[tuple[Any, ...], nn.Parameter] = {}
     for name, value in parameters.items():

@@ -65,11 +65,8 @@ class ResumeFiles:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self._probe.resume_at(step)
             if self._probe.is_first:
-                warnings.warn(
-                    f"resumed at step {step}: drift is counted from here ({reason})",
-                    SpectralMonitorWarning,
-                    stacklevel=2,
-                )
+                message = f"resumed at step {step}: drift is counted from here ({reason})"
+                warnings.warn(message, SpectralMonitorWarning, stacklevel=2)
 
     def _read(self, checkpoint: Path) -> list[State]:
         """Return the state of this process; if the number of processes has changed, those of all that wrote it.

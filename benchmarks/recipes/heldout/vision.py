@@ -193,8 +193,8 @@ class Siamese(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = norm(conv(x)).relu()
-        one, two = normalize(self.projection(self.fc(x.mean((2, 3))).relu()), dim=1).chunk(2)
-        return self.logit_scale.clamp(max=math.log(100)).exp() * one @ two.T
+        first, second = normalize(self.projection(self.fc(x.mean((2, 3))).relu()), dim=1).chunk(2)
+        return self.logit_scale.clamp(max=math.log(100)).exp() * first @ second.T
 
 
 class Contrastive(Supervised):
