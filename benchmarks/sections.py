@@ -12,8 +12,8 @@ def write(page: Path, name: str, text: str) -> None:
         ValueError: the page has no such part.
     """
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, found, rest = page.read_text().partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
+    before, opening, tail = page.read_text().partition(begin)
+    _, closing, after = tail.partition(end)
+    if not opening or not closing:
         raise ValueError(f"{page} has no part between {begin.strip()!r} and {end!r}")
     page.write_text(f"{before}{begin}\n{text.strip()}\n\n{end}{after}")

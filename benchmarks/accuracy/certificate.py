@@ -176,11 +176,11 @@ def zero_rows(m: int, n: int, g: torch.Generator) -> Made:
     inner = (max(2, m // 4), n) if m >= n else (m, max(2, n // 4))
     values = power(min(inner), g).sort(dim=1, descending=True).values
     A = torch.zeros(EACH, m, n, dtype=torch.float64)
-    some = turned(*inner, values, g)
+    matrices = turned(*inner, values, g)
     if m >= n:
-        A[:, torch.randperm(m, generator=g)[: inner[0]]] = some
+        A[:, torch.randperm(m, generator=g)[: inner[0]]] = matrices
     else:
-        A[:, :, torch.randperm(n, generator=g)[: inner[1]]] = some
+        A[:, :, torch.randperm(n, generator=g)[: inner[1]]] = matrices
     return Made(A, torch.nn.functional.pad(values, (0, min(m, n) - values.shape[1])))
 
 
@@ -226,7 +226,7 @@ def exact(A: Tensor) -> Tensor:
 def make(seed: int) -> dict[str, tuple[str, Made]]:
     """The matrices of a round: dtype, and in float32 what is measured."""
     g = torch.Generator().manual_seed(seed)
-    found = {}
+    matrices = {}
     for name, family in FAMILIES.items():
         m, n = SHAPES[int(torch.randint(len(SHAPES), (1,), generator=g))]
         if seed % LARGE_EVERY == LARGE_EVERY - 1:
@@ -238,8 +238,8 @@ def make(seed: int) -> dict[str, tuple[str, Made]]:
         A = A * scale[:, None, None]
         A = A.bfloat16().float() if half else A.float()
         values = None if half or values is None else values * scale[:, None]
-        found[name] = ("bfloat16" if half else "float32", Made(A, values))
-    return found
+        matrices[name] = ("bfloat16" if half else "float32", Made(A, values))
+    return matrices
 
 
 def complaints(estimate: SpectralEstimate, values: Tensor) -> dict[str, Tensor]:
@@ -257,8 +257,8 @@ def one_round(seed: int) -> list[dict[str, Any]]:
     made = make(seed)
     g = torch.Generator().manual_seed(seed + 1)
     with torch.inference_mode():
-        estimates = run_local(spectral_estimates([ShardedStack.whole(some.A) for _, some in made.values()], TOL))
-    found = []
+        estimates = run_local(spectral_estimates([ShardedStack.whole(matrix.A) for _, matrix in made.values()], TOL))
+    rows = []
     for (name, (dtype, (A, planted_values))), estimate in zip(made.items(), estimates, strict=True):
         values = exact(A) if planted_values is None else planted_values
         if planted_values is not None:
@@ -273,12 +273,12 @@ def one_round(seed: int) -> list[dict[str, Any]]:
                 values[k] = true
         broken = complaints(estimate, values)
         ratio = estimate.sigma.double() / values[:, 0]
-        found.append(
+        rows.append(
             {"seed": seed, "family": name, "shape": list(A.shape[1:]), "dtype": dtype, "passes": estimate.passes}
             | {word: where.nonzero()[:, 0].tolist() for word, where in broken.items()}
             | {"worst": float(1 - ratio.min())}
         )
-    return found
+    return rows
 
 
 def clopper_pearson(failures: int, trials: int, confidence: float = 0.95) -> float:
@@ -288,17 +288,17 @@ def clopper_pearson(failures: int, trials: int, confidence: float = 0.95) -> flo
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """The section of the page."""
-    by: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_family: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        by[row["family"]].append(row)
+        by_family[row["family"]].append(row)
     lines = ["| family | matrices | missed | at most, 95 % | low | high | near | worst, % below | median passes |"]
     lines.append("|---|" + "---:|" * 8)
-    for name, some in [*sorted(by.items()), ("all", list(rows))]:
-        count = EACH * len(some)
-        broken = [sum(len(row[word]) for row in some) for word in BROKEN]
-        passes = statistics.median_high(row["passes"] for row in some)
+    for name, family_rows in [*sorted(by_family.items()), ("all", list(rows))]:
+        count = EACH * len(family_rows)
+        broken = [sum(len(row[word]) for row in family_rows) for word in BROKEN]
+        passes = statistics.median_high(row["passes"] for row in family_rows)
         cells = [name, f"{count:,}", broken[0], f"{clopper_pearson(broken[0], count):.2g}", *broken[1:]]
-        cells += [f"{100 * max(row['worst'] for row in some):.3f}", passes]
+        cells += [f"{100 * max(row['worst'] for row in family_rows):.3f}", passes]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     kinds: dict[str, int] = defaultdict(int)
     for row in rows:
@@ -308,9 +308,9 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     tail = [f"\n{EACH * len(rows):,} matrices ({words}), {len(rows) // len(FAMILIES):,} solves"]
     tail[-1] += f"; torch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d')}, two cores."
     for row in bad[:20]:
-        which = "; ".join(f"{word}: {row[word]}" for word in BROKEN if row[word])
+        failures = "; ".join(f"{word}: {row[word]}" for word in BROKEN if row[word])
         shape = "x".join(map(str, row["shape"]))
-        tail.append(f"\nSeed {row['seed']}, {row['family']}, {shape}, {row['dtype']}: {which}.")
+        tail.append(f"\nSeed {row['seed']}, {row['family']}, {shape}, {row['dtype']}: {failures}.")
     return "\n".join(lines + tail)
 
 
@@ -327,19 +327,19 @@ def main() -> None:
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     rows = [row for row in rows if row["family"] in FAMILIES]
     if not args.write:
-        here = Path(args.results)
-        here.parent.mkdir(parents=True, exist_ok=True)
-        known, begin = {row["seed"] for row in rows}, time.monotonic()
+        results = Path(args.results)
+        results.parent.mkdir(parents=True, exist_ok=True)
+        done_seeds, begin = {row["seed"] for row in rows}, time.monotonic()
         first, step = map(int, args.every.split("/"))
-        seeds = [seed for seed in range(first, -(-args.matrices // PER_ROUND), step) if seed not in known]
-        with here.open("a") as file:
+        seeds = [seed for seed in range(first, -(-args.matrices // PER_ROUND), step) if seed not in done_seeds]
+        with results.open("a") as file:
             for seed in tqdm(seeds, unit="round", file=sys.stderr, mininterval=5):
                 if time.monotonic() - begin > args.seconds:
                     break
-                found = one_round(seed)
-                file.write("".join(json.dumps(row) + "\n" for row in found))
+                new_rows = one_round(seed)
+                file.write("".join(json.dumps(row) + "\n" for row in new_rows))
                 file.flush()
-                rows += found
+                rows += new_rows
     text = report(rows)
     print(text)
     if args.write:

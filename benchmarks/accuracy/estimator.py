@@ -104,12 +104,12 @@ def summary(rows: list[Row]) -> list[list[str]]:
     for row in rows:
         families[row.case.family].append(row)
     table = []
-    for name, some in [*families.items(), ("all", rows)]:
-        passes = statistics.median(row.passes for row in some)
-        cells = [name, str(len(some)), str(sum(not row.good for row in some)), f"{passes:.0f}"]
-        cells += [str(max(row.passes for row in some)), f"{100 * max(row.error for row in some):.3f}"]
+    for name, group in [*families.items(), ("all", rows)]:
+        passes = statistics.median(row.passes for row in group)
+        cells = [name, str(len(group)), str(sum(not row.good for row in group)), f"{passes:.0f}"]
+        cells += [str(max(row.passes for row in group)), f"{100 * max(row.error for row in group):.3f}"]
         for other in ("power", "lanczos"):
-            errors = [e for e in (getattr(row, other) for row in some) if not math.isnan(e)] or [0.0]
+            errors = [e for e in (getattr(row, other) for row in group) if not math.isnan(e)] or [0.0]
             cells += [f"{100 * max(errors):.2f}", str(sum(e > 0.01 for e in errors))]
         table.append(cells)
     return table
@@ -150,12 +150,12 @@ def main() -> None:
         print(shown(COLUMNS, [row.cells() for row in rows], ALIGN_LEFT, args.markdown) + "\n")
     print(shown(SUMMARY, summary(rows), 1, args.markdown))
     failed = sum(not row.good for row in rows)
-    told = f"{len(rows)} matrices, {failed} failed"
-    print(f"\n{told}")
+    count_text = f"{len(rows)} matrices, {failed} failed"
+    print(f"\n{count_text}")
     if args.write:
         width = f"up to {NORMAL if args.quick else max(max(row.case.matrix.shape) for row in rows)} wide"
         machine = f"torch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d')}, two cores"
-        text = f"{shown(SUMMARY, summary(rows), 1, markdown=True)}\n\n{told}, {width}; {machine}."
+        text = f"{shown(SUMMARY, summary(rows), 1, markdown=True)}\n\n{count_text}, {width}; {machine}."
         write(Path(args.write), "battery", text)
     sys.exit(failed > 0)
 

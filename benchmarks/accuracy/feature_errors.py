@@ -61,7 +61,7 @@ class Pair(NamedTuple):
     error: float
 
     @property
-    def held(self) -> bool:
+    def within_error(self) -> bool:
         """Return whether the difference is within three standard errors."""
         return abs(self.few - self.every) <= 3 * self.error + (ROUNDING + TOLERANCE) * abs(self.every)
 
@@ -73,12 +73,12 @@ class Pair(NamedTuple):
 
 def pairs(few: Measurement, every: Measurement) -> list[Pair]:
     """Return the numbers of one step that both have."""
-    found = []
+    numbers = []
     for key in KEYS:
         errors = few.errors.get(key, torch.full_like(few.values[key], math.nan))
         rows = zip(few.values[key].tolist(), every.values[key].tolist(), errors.tolist(), strict=True)
-        found += [Pair(key, *row) for row in rows if math.isfinite(row[0]) and math.isfinite(row[1])]
-    return found
+        numbers += [Pair(key, *row) for row in rows if math.isfinite(row[0]) and math.isfinite(row[1])]
+    return numbers
 
 
 def watch(recipe: Recipe) -> tuple[list[Pair], float]:
@@ -88,7 +88,7 @@ def watch(recipe: Recipe) -> tuple[list[Pair], float]:
     few = SpectralProbe(run.model, run.optimizers, **shared)
     every = SpectralProbe(run.model, run.optimizers, max_rows=None, replay_samples=None, **shared)
     base = [group["lr"] for group in run.groups()]
-    found: list[Pair] = []
+    numbers: list[Pair] = []
     for step in range(max(STEPS)):
         for group, lr in zip(run.groups(), base, strict=True):
             group["lr"] = lr * run.schedule(step)
@@ -96,36 +96,38 @@ def watch(recipe: Recipe) -> tuple[list[Pair], float]:
             with every.step(), few.step():
                 run.step()
             if few.latest is not None and every.latest is not None:
-                found += pairs(few.latest, every.latest)
+                numbers += pairs(few.latest, every.latest)
         else:
             run.step()
         run.after_step()
     samples = few._engine.features.replays.slices
-    return found, 0.0 if samples.portion is None else samples.portion.samples / samples.portion.batch
+    return numbers, 0.0 if samples.portion is None else samples.portion.samples / samples.portion.batch
 
 
-def page(found: Mapping[str, list[Pair]], shares: Mapping[str, float]) -> str:
+def page(pairs_by_recipe: Mapping[str, list[Pair]], shares: Mapping[str, float]) -> str:
     """Return the tables in Markdown."""
-    every = [pair for some in found.values() for pair in some]
+    every = [pair for key_pairs in pairs_by_recipe.values() for pair in key_pairs]
     counted = [pair for pair in every if not math.isnan(pair.error)]
-    held = sum(pair.held for pair in counted)
+    inside = sum(pair.within_error for pair in counted)
     lines = [
-        f"{len(counted)} numbers with standard errors, of {len(found)} recipes: {held / len(counted):.2%} within three",
+        f"{len(counted)} numbers with standard errors, of {len(pairs_by_recipe)} recipes: "
+        f"{inside / len(counted):.2%} within three",
         "",
         "| quantity | numbers | within three standard errors | median error | median difference | 95 % are below |",
         "|---|---|---|---|---|---|",
     ]
     for key in KEYS:
-        some = [pair for pair in every if pair.key == key]
-        known = [pair for pair in some if not math.isnan(pair.error)]
-        share = f"{sum(pair.held for pair in known) / len(known):.2%}" if known else "no standard error"
-        sizes = torch.tensor([pair.error / abs(pair.every) for pair in known if pair.every] or [math.nan])
-        off = torch.tensor([pair.off for pair in some if math.isfinite(pair.off)])
-        size = f"{float(sizes.median()):.1%}" if known else ""
-        row = (key, len(some), share, size, f"{float(off.median()):.1%}")
+        key_pairs = [pair for pair in every if pair.key == key]
+        with_error = [pair for pair in key_pairs if not math.isnan(pair.error)]
+        inside = sum(pair.within_error for pair in with_error)
+        share = f"{inside / len(with_error):.2%}" if with_error else "no standard error"
+        sizes = torch.tensor([pair.error / abs(pair.every) for pair in with_error if pair.every] or [math.nan])
+        off = torch.tensor([pair.off for pair in key_pairs if math.isfinite(pair.off)])
+        size = f"{float(sizes.median()):.1%}" if with_error else ""
+        row = (key, len(key_pairs), share, size, f"{float(off.median()):.1%}")
         lines.append(f"| {' | '.join(map(str, row))} | {float(off.quantile(0.95)):.0%} |")
-    part = {name: share for name, share in shares.items() if share}
-    lines += ["", f"{len(part)} of {len(shares)} recipes run a part of the batch again: {_parts(part)}"]
+    partial = {name: share for name, share in shares.items() if share}
+    lines += ["", f"{len(partial)} of {len(shares)} recipes run a part of the batch again: {_parts(partial)}"]
     return "\n".join(lines)
 
 
@@ -140,13 +142,13 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="Markdown page to write")
     args = parser.parse_args()
     recipes = heldout.RECIPES if args.half == "held out" else development.RECIPES
-    found: dict[str, list[Pair]] = defaultdict(list)
+    pairs_by_recipe: dict[str, list[Pair]] = defaultdict(list)
     shares: dict[str, float] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for recipe in tqdm([recipe for recipe in recipes if (args.only or "") in recipe.name], unit="recipe"):
-            found[recipe.name], shares[recipe.name] = watch(recipe)
-    text = page(found, shares)
+            pairs_by_recipe[recipe.name], shares[recipe.name] = watch(recipe)
+    text = page(pairs_by_recipe, shares)
     if args.write:
         args.write.write_text(f"{PAGE}\n{text}\n")
     print(text)

@@ -26,7 +26,7 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  sets the level of its loggers
 import torch
 
-from benchmarks.cost.cases import LEFT_OUT, all_counts, beside, headline, interval, ranks, series, vision, writing
+from benchmarks.cost.cases import LEFT_OUT, all_counts, compiled, headline, interval, ranks, series, vision, writing
 from benchmarks.cost.check import compare_counts, compare_ratios, table
 from benchmarks.cost.further import further
 from benchmarks.cost.machine import describe
@@ -43,39 +43,39 @@ CPU_ALONE = (*COUNTS, "writing", "ranks")
 
 def parts(device: Device, quick: bool, text: str | None) -> dict[str, Callable[[], Any]]:
     """Everything that can be measured, by name; processes of its own come last."""
-    found: dict[str, Callable[[], Any]] = {
+    all_parts: dict[str, Callable[[], Any]] = {
         "headline": lambda: headline(device, quick, text),
         "interval": lambda: interval(device, quick, text),
         "series": lambda: series(device, quick, text),
         "vision": lambda: vision(device, quick, text),
-        "beside": lambda: beside(device, quick, text),
+        "beside": lambda: compiled(device, quick, text),
         "counts": lambda: all_counts(text),
         "further": lambda: further(text),
         "writing": lambda: writing(quick),
         "ranks": lambda: ranks(quick, text),
     }
-    return {name: part for name, part in found.items() if device.name == "cpu" or name not in CPU_ALONE}
+    return {name: part for name, part in all_parts.items() if device.name == "cpu" or name not in CPU_ALONE}
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the numbers that were measured before."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return results
 
 
 def write_page(folder: Path) -> None:
     """The page and the pictures from the file beside them."""
-    found = read(folder / "cost.json")
-    (folder / "cost.md").write_text(page(found))
-    draw(found["cpu"], folder / "img" / "cost")
+    results = read(folder / "cost.json")
+    (folder / "cost.md").write_text(page(results))
+    draw(results["cpu"], folder / "img" / "cost")
     print(f"wrote {folder / 'cost.md'}")
 
 
 def run(args: argparse.Namespace, device: Device) -> None:
     """Measure and write."""
     args.out.mkdir(parents=True, exist_ok=True)
-    found = read(args.out / "cost.json")
-    here = found.setdefault(device.name, {})
+    results = read(args.out / "cost.json")
+    device_results = results.setdefault(device.name, {})
     machine: dict[str, Any] = {}
     for name, part in parts(device, args.quick, args.data).items():
         if args.only and name not in args.only:
@@ -83,12 +83,12 @@ def run(args: argparse.Namespace, device: Device) -> None:
         if not machine and name not in COUNTS:
             machine = describe(device)
         begin = time.perf_counter()
-        here[name] = part()
+        device_results[name] = part()
         print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
         if name not in COUNTS:
-            here["machine"], here["mode"] = machine, "a quick run" if args.quick else "a full run"
-        (args.out / "cost.json").write_text(json.dumps(found, indent=1) + "\n")
-    if set(found.get("cpu", ())) >= set(parts(Device(), args.quick, args.data)):
+            device_results["machine"], device_results["mode"] = machine, "a quick run" if args.quick else "a full run"
+        (args.out / "cost.json").write_text(json.dumps(results, indent=1) + "\n")
+    if set(results.get("cpu", ())) >= set(parts(Device(), args.quick, args.data)):
         write_page(args.out)
 
 
@@ -100,10 +100,13 @@ def check(args: argparse.Namespace) -> bool:
         print(f"committed on {then['cpu']}, {then['cores']} cores, torch {then['torch']}; ratios may differ here\n")
     lines = compare_counts(committed["counts"], all_counts(args.data))
     lines += compare_counts(committed["further"], further(args.data))
-    found = headline(Device(), quick=True, text=args.data, peers=False)
-    others = {*committed["headline"]["what"], *(name for name, why in found["skipped"].items() if why == LEFT_OUT)}
+    result = headline(Device(), quick=True, text=args.data, peers=False)
+    others = {
+        *committed["headline"]["what"],
+        *(name for name, reason in result["skipped"].items() if reason == LEFT_OUT),
+    }
     ours = {name: row for name, row in committed["headline"]["rows"].items() if name not in others}
-    lines += compare_ratios(ours, found["rows"])
+    lines += compare_ratios(ours, result["rows"])
     print(table(lines))
     bad = [line for line in lines if not line.good]
     print(

@@ -26,18 +26,18 @@ UNMEASURED = "an unmeasured step"
 FROBENIUS = "Frobenius norms alone"
 LIGHT, STANDARD, FULL = 'tier `"light"`', 'tier `"standard"`', 'tier `"full"`'
 REPLAY = 'tier `"standard"`, `replay_samples=2`'
-WHOLE = 'tier `"standard"`, `replay_samples=None`'
+WHOLE_BATCH = 'tier `"standard"`, `replay_samples=None`'
 SETTINGS: dict[str, dict[str, Any]] = {
     UNMEASURED: {"every_n_steps": 1_000_000_000},
     FROBENIUS: {"quantities": ["weight_fro", "update_fro", "drift_fro_ratio", "contribution"]},
     LIGHT: {"quantities": "light"},
     REPLAY: {"quantities": "standard", "replay_samples": 2},
     STANDARD: {"quantities": "standard"},
-    WHOLE: {"quantities": "standard", "replay_samples": None},
+    WHOLE_BATCH: {"quantities": "standard", "replay_samples": None},
     FULL: {"quantities": "full"},
 }
 """Ways to use the monitor, the cheapest first."""
-COUNTED = (LIGHT, REPLAY, STANDARD, WHOLE)
+COUNTED = (LIGHT, REPLAY, STANDARD, WHOLE_BATCH)
 LEFT_OUT = "left out, for a step takes minutes"
 """Of tier full in a quick run, and on a GPU, where the model is large."""
 FIXED = ("forwards", "operators_fixed", "read_fixed", "peak")
@@ -75,10 +75,10 @@ def headline(device: Device, quick: bool, text: str | None, peers: bool = True) 
         parts[name] = (1, 1) if peer.slow else (0, rounds)
     plain, timings = measure(size, contestants, parts, device, text, "headline")
     what = {name: peer.what for name, peer in PEERS.items()}
-    found = {"size": asdict(size), "parameters": size.parameters, "plain": plain, "skipped": skipped, "what": what}
-    found["rows"] = rows(timings)
-    found["read_seconds"] = 4 * size.parameters / copy_bandwidth(device)
-    return found
+    result = {"size": asdict(size), "parameters": size.parameters, "plain": plain, "skipped": skipped, "what": what}
+    result["rows"] = rows(timings)
+    result["read_seconds"] = 4 * size.parameters / copy_bandwidth(device)
+    return result
 
 
 def interval(device: Device, quick: bool, text: str | None) -> dict[str, Any]:
@@ -95,15 +95,15 @@ def series(device: Device, quick: bool, text: str | None) -> dict[str, list[dict
     chosen = QUICK if quick else SERIES
     if device.name == "cuda":
         chosen = {"size": GPU["size"]}
-    found: dict[str, list[dict[str, Any]]] = {}
+    series_points: dict[str, list[dict[str, Any]]] = {}
     for name, sizes in chosen.items():
-        found[name] = []
+        series_points[name] = []
         for size in sizes:
             point: dict[str, Any] = {"size": asdict(size), "parameters": size.parameters, "label": size.describe()}
-            found[name].append(point)
-            needed, there = size.bytes_needed, available(device)
-            if there and needed > 0.9 * there:
-                point["skipped"] = f"needs {needed / 2**30:.0f} GiB of memory, of which {there / 2**30:.0f} are free"
+            series_points[name].append(point)
+            needed, memory = size.bytes_needed, available(device)
+            if memory and needed > 0.9 * memory:
+                point["skipped"] = f"needs {needed / 2**30:.0f} GiB of memory, of which {memory / 2**30:.0f} are free"
                 continue
             contestants: dict[str, Callback] = {kind: monitor(kind) for kind in (LIGHT, STANDARD)}
             parts = dict.fromkeys(contestants, (0, 2 if quick or size.parameters > 5e7 else 5))
@@ -112,12 +112,12 @@ def series(device: Device, quick: bool, text: str | None) -> dict[str, list[dict
             point["rows"] = rows(timings)
             if size.parameters < 5e7 and device.name == "cpu":
                 point["counts"] = {kind: plain_counts(counted(size, kind, text)) for kind in (LIGHT, STANDARD)}
-    return found
+    return series_points
 
 
 def vision(device: Device, quick: bool, text: str | None) -> list[dict[str, Any]]:
     """Image classifiers, each with ratios and counts."""
-    found = []
+    points = []
     for name in MODELS:
         case = Images(name)
         contestants: dict[str, Callback] = {kind: monitor(kind) for kind in (LIGHT, STANDARD)}
@@ -125,20 +125,20 @@ def vision(device: Device, quick: bool, text: str | None) -> list[dict[str, Any]
         plain, timings = measure(case, contestants, parts, device, text, case.describe())
         counts = {kind: plain_counts(counted(case, kind, text)) for kind in (LIGHT, STANDARD)}
         about = {"label": case.describe(), "parameters": case.parameters, "plain": plain}
-        found.append({**about, "rows": rows(timings), "counts": counts})
-    return found
+        points.append({**about, "rows": rows(timings), "counts": counts})
+    return points
 
 
-def beside(device: Device, quick: bool, text: str | None) -> list[dict[str, Any]]:
+def compiled(device: Device, quick: bool, text: str | None) -> list[dict[str, Any]]:
     """The headline's model compiled, in half precision, and both: features come from a pass beside the step."""
-    found = []
+    points = []
     for size, precision in ((Compiled(), "32-true"), (Size(), "bf16-mixed"), (Compiled(), "bf16-mixed")):
         label = f"{'compiled' if isinstance(size, Compiled) else 'not compiled'}, {precision}"
         contestants: dict[str, Callback] = {kind: monitor(kind) for kind in (LIGHT, STANDARD)}
         parts = dict.fromkeys(contestants, (0, 2 if quick else 5))
         plain, timings = measure(size, contestants, parts, Device(device.name, precision), text, label)
-        found.append({"label": label, "plain": plain, "rows": rows(timings)})
-    return found
+        points.append({"label": label, "plain": plain, "rows": rows(timings)})
+    return points
 
 
 def counted(size: Training, name: str, text: str | None) -> Counts:
@@ -153,15 +153,15 @@ def counted(size: Training, name: str, text: str | None) -> Counts:
 def plain_counts(counts: Counts) -> dict[str, Any]:
     """For a file: single numbers, and of passes and steps the mean and the most over layers."""
     names = ("operators", "read", "operators_fixed", "read_fixed", "allocations", "allocated", "peak", "crossings")
-    found: dict[str, Any] = {name: getattr(counts, name) for name in (*names, "forwards")}
+    numbers: dict[str, Any] = {name: getattr(counts, name) for name in (*names, "forwards")}
     for matrix in ("W", "dW", "drift"):
         passes = [n for (kind, _), n in counts.passes.items() if kind == matrix]
         steps = [counts.steps.get(key, 0) for key in counts.passes if key[0] == matrix]
         for name, values in (("passes", passes), ("steps", steps)):
             if values:
-                found[f"{name} of {matrix}, mean"] = round(statistics.fmean(values), 2)
-                found[f"{name} of {matrix}, most"] = max(values)
-    return found
+                numbers[f"{name} of {matrix}, mean"] = round(statistics.fmean(values), 2)
+                numbers[f"{name} of {matrix}, most"] = max(values)
+    return numbers
 
 
 def all_counts(text: str | None) -> dict[str, dict[str, Any]]:
@@ -177,17 +177,17 @@ def ranks(quick: bool, text: str | None) -> list[dict[str, Any]]:
         for tier in ("light", "standard")
         for processes in ((1, 2) if quick else (1, 2, 4))
     ]
-    found = []
+    points = []
     for case, result in scaling.run(cases).items():
         ratios = result["ratios"]
         times = {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios), "plain": result["plain"]}
-        found.append({"ranks": case.ranks, "tier": case.tier, "collectives": result["collectives"], **times})
-    return found
+        points.append({"ranks": case.ranks, "tier": case.tier, "collectives": result["collectives"], **times})
+    return points
 
 
 def writing(quick: bool) -> list[dict[str, Any]]:
     """Measure the time and bytes of writing measurements, for every sink."""
-    found = []
+    points = []
     every, rounds, matrices = 20, 1 if quick else 2, 100
     for bias in (False, True):
         measurements = logging_cost.measured(matrices, bias)
@@ -196,5 +196,5 @@ def writing(quick: bool) -> list[dict[str, Any]]:
         ):
             cost = logging_cost.cost(name, measurements, every, rounds)
             numbers = len(measurements[-1].scalars() if name == "JSON lines" else essentials(measurements[-1]))
-            found.append({"sink": name, "biases": bias, "numbers": numbers, "matrices": matrices, **asdict(cost)})
-    return found
+            points.append({"sink": name, "biases": bias, "numbers": numbers, "matrices": matrices, **asdict(cost)})
+    return points

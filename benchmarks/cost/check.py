@@ -40,21 +40,23 @@ def limit(name: str, committed: float) -> float:
     return committed if name in FIXED else max(committed, committed * SLACK)
 
 
-def compare_counts(committed: Mapping[str, Mapping[str, float]], now: Mapping[str, Mapping[str, float]]) -> list[Line]:
+def compare_counts(
+    committed: Mapping[str, Mapping[str, float]], current: Mapping[str, Mapping[str, float]]
+) -> list[Line]:
     """Setting by setting; what is new is not compared, what is gone fails."""
     return [
-        Line(f"{setting}: {name}", value, now.get(setting, {}).get(name, math.nan), limit(name, value))
+        Line(f"{setting}: {name}", value, current.get(setting, {}).get(name, math.nan), limit(name, value))
         for setting, values in committed.items()
         for name, value in values.items()
     ]
 
 
-def compare_ratios(committed: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[Line]:
+def compare_ratios(committed: Mapping[str, Mapping[str, Any]], current: Mapping[str, Mapping[str, Any]]) -> list[Line]:
     """Measured / plain, setting by setting."""
     return [
-        Line(f"{setting}: measured / plain", row["ratio"], found["ratio"], SLACK * row["ratio"])
+        Line(f"{setting}: measured / plain", row["ratio"], measured["ratio"], SLACK * row["ratio"])
         for setting, row in committed.items()
-        if (found := now.get(setting, {"ratio": math.nan}))
+        if (measured := current.get(setting, {"ratio": math.nan}))
     ]
 
 

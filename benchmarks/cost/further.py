@@ -36,9 +36,9 @@ def counted_with(size: Training, keys: tuple[str, ...], text: str | None) -> Cou
 def further(text: str | None, size: Training = SMALL) -> dict[str, dict[str, Any]]:
     """Quantity -> what it alone adds to tier standard; ``known`` is whether this model has it."""
     standard = counted_with(size, (), text)
-    found = {}
+    additions = {}
     for key in tqdm(further_keys(), "each further quantity", leave=False, disable=None):
         counts = counted_with(size, (key,), text)
-        found[key] = {name: getattr(counts, name) - getattr(standard, name) for name in ADDED}
-        found[key]["known"] = key in counts.known
-    return found
+        additions[key] = {name: getattr(counts, name) - getattr(standard, name) for name in ADDED}
+        additions[key]["known"] = key in counts.defined
+    return additions

@@ -39,14 +39,14 @@ def available(device: Device) -> int:
 
 
 def _seconds(work: Callable[[], Any], device: Device, times: int = 7) -> float:
-    found = []
+    seconds = []
     for _ in range(times):
         device.wait()
         begin = time.perf_counter()
         work()
         device.wait()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found[1:])
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])
 
 
 def copy_bandwidth(device: Device) -> float:

@@ -80,7 +80,7 @@ VISION = """## Images
 Convolutions, depthwise ones among them, and patches; random images, AdamW. The last but one column is of tier
 `"standard"`; `max_overhead` holds it below 1 % wherever a step takes more.
 """
-BESIDE = """## Compiled models and half precision
+COMPILED = """## Compiled models and half precision
 
 The transformer of the headline with its forward compiled, under autocast, and both. Features come from a few
 samples that run [beside the step](how_it_works.md#how-a-step-is-measured-without-changing-it), forward twice and once
@@ -136,83 +136,83 @@ def _where(machine: Mapping[str, Any]) -> str:
     return f"one {machine['device']} ({cpu})" if machine["device"] else cpu
 
 
-def _headline(found: Mapping[str, Any]) -> str:
-    one = found["headline"]
+def _headline(results: Mapping[str, Any]) -> str:
+    headline = results["headline"]
     head = ["", "measured / plain", *(f"training, every {n} steps" for n in INTERVALS)]
     body = []
-    for name, row in one["rows"].items():
+    for name, row in headline["rows"].items():
         if name in PEERS:
             continue
         spread = ["" for _ in INTERVALS] if name == UNMEASURED else [amortized(row, n) for n in INTERVALS]
         body.append([name, ratio(row), *spread])
-    body += [[name, why, "", "", ""] for name, why in one["skipped"].items() if name not in PEERS]
-    size = one["size"]
+    body += [[name, reason, "", "", ""] for name, reason in headline["skipped"].items() if name not in PEERS]
+    size = headline["size"]
     opening = HEAD.format(
-        mode=found["mode"], date=found["machine"]["date"], plain=one["plain"], **size, **_millions(one)
+        mode=results["mode"], date=results["machine"]["date"], plain=headline["plain"], **size, **_millions(headline)
     )
     return opening + "\n" + table(head, body)
 
 
-def _millions(one: Mapping[str, Any]) -> dict[str, float]:
-    return {"millions": one["parameters"] / 1e6}
+def _millions(headline: Mapping[str, Any]) -> dict[str, float]:
+    return {"millions": headline["parameters"] / 1e6}
 
 
-def _machine(found: Mapping[str, Any]) -> str:
-    machine = found["machine"]
-    rounds = max(row["rounds"] for row in found["headline"]["rows"].values())
+def _machine(results: Mapping[str, Any]) -> str:
+    machine = results["machine"]
+    rounds = max(row["rounds"] for row in results["headline"]["rows"].values())
     words = {key: machine[key] for key in ("system", "python", "torch", "lightning", "threads", "precision", "date")}
     speeds = {"gflop": machine["gflop_per_s"], "copy": machine["copy_gb_per_s"], "load": machine["load"]}
     busy = (machine["load"] or 0) > machine["cores"] / 2
     warning = ": **it was busy with other work, so these times are not to be relied on**" if busy else ""
     text = MACHINE.format(where=_where(machine), rounds=rounds, busy=warning, **words, **speeds)
-    spectral = found["headline"]["rows"][LIGHT]["extra"] - found["headline"]["rows"][FROBENIUS]["extra"]
-    return text + SPECTRAL.format(reads=spectral / found["headline"]["read_seconds"])
+    spectral = results["headline"]["rows"][LIGHT]["extra"] - results["headline"]["rows"][FROBENIUS]["extra"]
+    return text + SPECTRAL.format(reads=spectral / results["headline"]["read_seconds"])
 
 
-def _turn(found: Mapping[str, Any]) -> str:
-    row = found["headline"]["rows"][STANDARD]
+def _turn(results: Mapping[str, Any]) -> str:
+    row = results["headline"]["rows"][STANDARD]
     default = (
         f'At the default, every hundredth step once training is under way, tier `"standard"` makes training '
         f"{amortized(row, 100)} longer."
     )
-    full = found["headline"]["rows"].get(FULL)
+    full = results["headline"]["rows"].get(FULL)
     times = (
         ""
         if full is None
         else f'Here its step takes {full["ratio"] / row["ratio"]:.0f} times as long as one at `"standard"`. '
     )
     text = TURN.format(default=default, full=times) + "\n![Cost against the interval](img/cost/interval.png)\n"
-    one = found.get("interval")
+    one = results.get("interval")
     if one is not None:
         expected = 1 + (row["mean"] - 1) / one["every"]
         text += INTERVAL.format(expected=expected, **one)
     return text
 
 
-def _peers(found: Mapping[str, Any]) -> str:
-    one = found["headline"]
+def _peers(results: Mapping[str, Any]) -> str:
+    headline = results["headline"]
     body = []
     for name in (LIGHT, STANDARD, FULL):
-        if name in one["rows"]:
-            row = one["rows"][name]
+        if name in headline["rows"]:
+            row = headline["rows"][name]
             body.append(
                 [f"this monitor, {name}", "[all its quantities](quantities.md)", ratio(row), f"{row['extra']:.3f}"]
             )
-    for name, what in one["what"].items():
-        row = one["rows"].get(name)
+    for name, scope in headline["what"].items():
+        row = headline["rows"].get(name)
         body.append(
-            [name, what, *((ratio(row), f"{row['extra']:.3f}") if row else (one["skipped"].get(name, "-"), ""))]
+            [name, scope, *((ratio(row), f"{row['extra']:.3f}") if row else (headline["skipped"].get(name, "-"), ""))]
         )
     text = "## What others cost\n\nOn the same model in the same run, each against plain steps of its own:\n\n"
     text += table(["", "what it measures", "its step / plain step", "seconds more"], body)
     return text + "\n![Cost of a step, beside others](img/cost/peers.png)\n"
 
 
-def _growth(found: Mapping[str, Any]) -> str:
+def _growth(results: Mapping[str, Any]) -> str:
     text = "## How it grows\n\nOne thing grows, the rest stays:\n\n![Growth](img/cost/growth.png)\n\n"
     head = ["", "parameters", "plain step, s", LIGHT, STANDARD, "operators", "MB read"]
     body = []
-    for name, points in found["series"].items():
+    for name, points in results["series"].items():
         for point in points:
             cells = [f"{name}: {point['label']}", f"{point['parameters'] / 1e6:.1f} M"]
             if "skipped" in point:
@@ -227,10 +227,10 @@ def _growth(found: Mapping[str, Any]) -> str:
     return text + "\nOperators and bytes are those a measured step has more than a plain one, of both tiers.\n"
 
 
-def _vision(found: Mapping[str, Any]) -> str:
+def _vision(results: Mapping[str, Any]) -> str:
     head = ["", "parameters", "plain step, s", LIGHT, STANDARD, "training, every 100 steps", "operators"]
     body = []
-    for point in found["vision"]:
+    for point in results["vision"]:
         row = point["rows"][STANDARD]
         operators = ", ".join(f"{point['counts'][kind]['operators']:,}" for kind in (LIGHT, STANDARD))
         cells = [point["label"], f"{point['parameters'] / 1e6:.1f} M", f"{point['plain']:.2f}"]
@@ -239,19 +239,19 @@ def _vision(found: Mapping[str, Any]) -> str:
     return VISION + "\n" + table(head, body)
 
 
-def _beside(found: Mapping[str, Any]) -> str:
+def _compiled(results: Mapping[str, Any]) -> str:
     head = ["", "plain step, s", LIGHT, STANDARD, "training, every 100 steps"]
     body = []
-    for point in found["beside"]:
+    for point in results["beside"]:
         row = point["rows"][STANDARD]
         cells = [point["label"], f"{point['plain']:.2f}", ratio(point["rows"][LIGHT]), ratio(row), amortized(row, 100)]
         body.append(cells)
-    return BESIDE + "\n" + table(head, body)
+    return COMPILED + "\n" + table(head, body)
 
 
-def _counts(found: Mapping[str, Any]) -> str:
+def _counts(results: Mapping[str, Any]) -> str:
     body = []
-    for name, counts in found["counts"].items():
+    for name, counts in results["counts"].items():
         cells = []
         for key in COLUMNS:
             value = counts.get(key)
@@ -261,10 +261,10 @@ def _counts(found: Mapping[str, Any]) -> str:
     return COUNTS + "\n" + table(["", *COLUMNS.values()], body)
 
 
-def _further(found: Mapping[str, Any]) -> str:
+def _further(results: Mapping[str, Any]) -> str:
     head = ["", "operators", "MB read", "waits for the device", "forwards", "backward passes", "MB read with norms"]
     body = []
-    for key, row in found["further"].items():
+    for key, row in results["further"].items():
         cells = [f"{row['operators_fixed']:,}", f"{row['read_fixed'] / 1e6:,.1f}"]
         cells += [str(row[name]) for name in ("crossings", "forwards", "backwards")]
         cells.append(f"{row['read'] / 1e6:,.1f}")
@@ -273,8 +273,8 @@ def _further(found: Mapping[str, Any]) -> str:
     return text + "\n" + table(head, body)
 
 
-def _writing(found: Mapping[str, Any]) -> str:
-    points = found["writing"]
+def _writing(results: Mapping[str, Any]) -> str:
+    points = results["writing"]
     body = [
         [
             SINKS[point["sink"]],
@@ -289,7 +289,7 @@ def _writing(found: Mapping[str, Any]) -> str:
     return WRITING.format(matrices=points[0]["matrices"]) + "\n" + table(head, body) + "\n" + NAMES
 
 
-def _ranks(found: Mapping[str, Any]) -> str:
+def _ranks(results: Mapping[str, Any]) -> str:
     body = [
         [
             f"`{point['tier']}`",
@@ -298,15 +298,15 @@ def _ranks(found: Mapping[str, Any]) -> str:
             f"{point['plain']:.2f}",
             str(point["collectives"]),
         ]
-        for point in found["ranks"]
+        for point in results["ranks"]
     ]
     head = ["tier", "processes", "measured / plain", "plain step, s", "sums over processes"]
-    return RANKS.format(cores=found["machine"]["cores"]) + "\n" + table(head, body)
+    return RANKS.format(cores=results["machine"]["cores"]) + "\n" + table(head, body)
 
 
-def _gpu(found: Mapping[str, Any]) -> str:
-    parts = [_headline(found).replace("# What it costs", "## GPUs"), _machine(found)]
-    points = [point for points in found["series"].values() for point in points if "rows" in point]
+def _gpu(results: Mapping[str, Any]) -> str:
+    parts = [_headline(results).replace("# What it costs", "## GPUs"), _machine(results)]
+    points = [point for points in results["series"].values() for point in points if "rows" in point]
     head = ["", "parameters", "plain step, s", LIGHT, STANDARD]
     body = [
         [
@@ -320,10 +320,10 @@ def _gpu(found: Mapping[str, Any]) -> str:
     return "\n".join([*parts, table(head, body)])
 
 
-def page(all_found: Mapping[str, Any]) -> str:
+def page(all_results: Mapping[str, Any]) -> str:
     """The page as Markdown."""
-    found = all_found["cpu"]
-    parts = [_headline, _machine, _turn, _peers, _growth, _vision, _beside, _counts, _further, _writing, _ranks]
-    texts = [part(found).strip("\n") for part in parts]
-    texts.append((_gpu(all_found["cuda"]) if "cuda" in all_found else NO_GPU).strip("\n"))
+    results = all_results["cpu"]
+    parts = [_headline, _machine, _turn, _peers, _growth, _vision, _compiled, _counts, _further, _writing, _ranks]
+    texts = [part(results).strip("\n") for part in parts]
+    texts.append((_gpu(all_results["cuda"]) if "cuda" in all_results else NO_GPU).strip("\n"))
     return "\n\n".join(texts) + "\n"

@@ -56,11 +56,11 @@ class ExactSVD(Callback):
         self._before = [p.detach().clone() for p in _matrices(pl_module)]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        found = []
+        norms = []
         for p, before, start in zip(_matrices(pl_module), self._before, self._start, strict=True):
             for A in (before, p.detach() - before, p.detach() - start):
-                found.append(torch.linalg.svdvals(A.float()).amax())
-        self.norms = torch.stack(found).tolist()
+                norms.append(torch.linalg.svdvals(A.float()).amax())
+        self.norms = torch.stack(norms).tolist()
         self._before = []
 
 
@@ -101,8 +101,8 @@ class GradNorm(Callback):
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    said = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         warnings.simplefilter("ignore")
         yield
 

@@ -38,15 +38,15 @@ def _clean(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def intervals(found: Mapping[str, Any], path: Path) -> None:
+def intervals(results: Mapping[str, Any], path: Path) -> None:
     """Draw the share of training time against every_n_steps."""
     figure, axes = plt.subplots(figsize=(7, 3.6))
     steps = [2**k for k in range(10)]
     for name, color in COLORS.items():
-        row = found["headline"]["rows"].get(name)
+        row = results["headline"]["rows"].get(name)
         if row is not None and row["mean"] > 1:
             axes.plot(steps, [100 * (row["mean"] - 1) / n for n in steps], color=color, label=plain_name(name))
-    one = found.get("interval")
+    one = results.get("interval")
     if one is not None:
         share, low, high = (100 * (one[key] - 1) for key in ("ratio", "low", "high"))
         errors = [[share - low], [high - share]]
@@ -64,9 +64,9 @@ def intervals(found: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def peers(found: Mapping[str, Any], path: Path) -> None:
+def peers(results: Mapping[str, Any], path: Path) -> None:
     """Seconds that a step becomes longer by."""
-    rows = {name: row for name, row in found["headline"]["rows"].items() if name != UNMEASURED}
+    rows = {name: row for name, row in results["headline"]["rows"].items() if name != UNMEASURED}
     order = sorted(rows, key=lambda name: rows[name]["ratio"])
     figure, axes = plt.subplots(figsize=(7, 0.36 * len(order) + 0.9))
     for k, name in enumerate(order):
@@ -86,22 +86,22 @@ def peers(found: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def growth(found: Mapping[str, Any], path: Path) -> None:
+def growth(results: Mapping[str, Any], path: Path) -> None:
     """Ratios against size, depth, width and batch."""
-    chosen = {name: points for name, points in found["series"].items() if len(points) > 1}
+    chosen = {name: points for name, points in results["series"].items() if len(points) > 1}
     figure, all_axes = plt.subplots(1, len(chosen), figsize=(3.1 * len(chosen), 2.9), sharey=True, squeeze=False)
     for axes, (name, points) in zip(all_axes[0], chosen.items(), strict=True):
-        there = [point for point in points if "rows" in point]
-        where = [point["parameters"] if name == "size" else point["size"][name] for point in there]
+        measured_points = [point for point in points if "rows" in point]
+        sizes = [point["parameters"] if name == "size" else point["size"][name] for point in measured_points]
         for kind in (LIGHT, STANDARD):
-            rows = [point["rows"][kind] for point in there]
-            axes.plot(where, [row["ratio"] for row in rows], "o-", color=COLORS[kind], label=plain_name(kind), ms=4)
+            rows = [point["rows"][kind] for point in measured_points]
+            axes.plot(sizes, [row["ratio"] for row in rows], "o-", color=COLORS[kind], label=plain_name(kind), ms=4)
             low, high = ([row[key] for row in rows] for key in ("low", "high"))
-            axes.fill_between(where, low, high, color=COLORS[kind], alpha=0.15, linewidth=0)
+            axes.fill_between(sizes, low, high, color=COLORS[kind], alpha=0.15, linewidth=0)
         axes.axhline(1, color=GREY, linewidth=1)
         axes.set(xscale="log", xlabel=AXES[name])
         axes.minorticks_off()
-        axes.set_xticks(where, [f"{x / 1e6:.2g} M" if name == "size" else str(x) for x in where])
+        axes.set_xticks(sizes, [f"{x / 1e6:.2g} M" if name == "size" else str(x) for x in sizes])
         _clean(axes)
     all_axes[0][0].set_ylabel("measured / plain step")
     figure.tight_layout(rect=(0, 0, 1, 0.93))
@@ -109,8 +109,8 @@ def growth(found: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def draw(found: Mapping[str, Any], folder: Path) -> None:
+def draw(results: Mapping[str, Any], folder: Path) -> None:
     """All pictures."""
-    intervals(found, folder / "interval.png")
-    peers(found, folder / "peers.png")
-    growth(found, folder / "growth.png")
+    intervals(results, folder / "interval.png")
+    peers(results, folder / "peers.png")
+    growth(results, folder / "growth.png")

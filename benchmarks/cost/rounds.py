@@ -152,7 +152,7 @@ class Timing:
         """For a file; ``hooks_alone`` for what costs far less than whole steps differ from each other."""
         pairs = list(zip(self.before, self.own, self.hooks, strict=True))
         extra = [hooks if hooks_alone else own - before for before, own, hooks in pairs]
-        ratios = [1 + more / before for more, before in zip(extra, self.before, strict=True)]
+        ratios = [1 + extra_seconds / before for extra_seconds, before in zip(extra, self.before, strict=True)]
         return {
             "ratio": statistics.median(ratios),
             "mean": statistics.fmean(ratios),
@@ -210,15 +210,15 @@ def measure(
     """Seconds of a plain step (median), and what came out for each contestant."""
     plan = plan_of({name: parts[name] for name in contestants})
     turns = fit(size, contestants, [name for name, _ in plan], device, text, title)
-    found = {name: Timing() for name in contestants}
+    timings = {name: Timing() for name in contestants}
     plain = []
     for k, (name, counts) in enumerate(plan):
         if counts and name != PLAIN:
             plain.append(turns.seconds[k - 1])
-            found[name].before.append(turns.seconds[k - 1])
-            found[name].own.append(turns.seconds[k])
-            found[name].hooks.append(turns.hook_seconds[k])
-    return statistics.median(plain), found
+            timings[name].before.append(turns.seconds[k - 1])
+            timings[name].own.append(turns.seconds[k])
+            timings[name].hooks.append(turns.hook_seconds[k])
+    return statistics.median(plain), timings
 
 
 def measure_interval(

@@ -105,34 +105,34 @@ class Contents:
     def within(self, t: Tensor) -> list[Region]:
         """The regions a tensor overlaps."""
         first, last = extent(t)
-        found = self.regions.get(t.untyped_storage()._cdata, ())
-        return [r for r in found if r.first < last and first < r.last]
+        regions = self.regions.get(t.untyped_storage()._cdata, ())
+        return [r for r in regions if r.first < last and first < r.last]
 
     def names(self, t: Tensor) -> list[tuple[str, str]]:
         """The measured matrices a tensor is of."""
         return [(NAMES[r.values], r.name) for r in self.within(t) if r.values in NAMES]
 
-    def read(self, tensors: Iterable[Tensor], place: str) -> None:
+    def read(self, tensors: Iterable[Tensor], function: str) -> None:
         """An operator has read these."""
-        seen: Counter[tuple[str, str]] = Counter()
+        shares: Counter[tuple[str, str]] = Counter()
         for t in {(t.untyped_storage()._cdata, extent(t), t.numel()): t for t in tensors}.values():
-            known = [r for r in self.within(t) if r.values in NAMES]
-            for r in known:
+            measured = [r for r in self.within(t) if r.values in NAMES]
+            for r in measured:
                 overlap = sum(max(0, min(last, r.last) - max(first, r.first)) for first, last in blocks(t))
-                seen[(NAMES[r.values], r.name)] += overlap / (r.last - r.first)
-        for key, share in seen.items():
-            self.passes.setdefault(key, Counter())[place] += share
+                shares[(NAMES[r.values], r.name)] += overlap / (r.last - r.first)
+        for key, share in shares.items():
+            self.passes.setdefault(key, Counter())[function] += share
 
     def write(self, name: str, inputs: Sequence[Any], alpha: float, out: Tensor) -> None:
         """An operator has written ``out``, in place or not, from these."""
         key = out.untyped_storage()._cdata
         first, last = extent(out)
-        made = dict(self._made(name, inputs, alpha, out)) if self._known(inputs) else {}
-        kept = [r for r in self.regions.get(key, ()) if r.last <= first or last <= r.first]
+        new_contents = dict(self._made(name, inputs, alpha, out)) if self._known(inputs) else {}
+        untouched = [r for r in self.regions.get(key, ()) if r.last <= first or last <= r.first]
         if key in self.owners:  # whatever changes a parameter makes it the one after the step
-            made = {(first, last): (self.owners[key], (("after", 1),))}
-        if made or kept or key in self.regions:
-            self.regions[key] = [*kept, *(Region(*span, *what) for span, what in made.items())]
+            new_contents = {(first, last): (self.owners[key], (("after", 1),))}
+        if new_contents or untouched or key in self.regions:
+            self.regions[key] = [*untouched, *(Region(*span, *contents) for span, contents in new_contents.items())]
 
     def _known(self, inputs: Sequence[Any]) -> bool:
         return any(t.untyped_storage()._cdata in self.regions for t in inputs if isinstance(t, Tensor))
@@ -150,9 +150,9 @@ class Contents:
             if all(span in term and term[span][0] == terms[0][span][0] for term in terms):
                 total: Counter[str] = Counter()
                 for factor, term in zip(factors, terms, strict=True):
-                    for what, count in term[span][1]:
-                        total[what] += int(factor) * count
-                values = tuple(sorted((what, count) for what, count in total.items() if count))
+                    for version, count in term[span][1]:
+                        total[version] += int(factor) * count
+                values = tuple(sorted((version, count) for version, count in total.items() if count))
                 a, b = (first + element * out.element_size() for element in span)
                 yield (a, b), (terms[0][span][0], values)
 

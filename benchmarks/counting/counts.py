@@ -78,9 +78,9 @@ class Counts:
         backwards: passes of automatic differentiation, through all of the model or a part.
         passes: (``W``, ``dW`` or ``drift``, parameter) -> how often its entries are read; making a copy included.
         steps: of Lanczos made on the same; where a parameter has several matrices, the most.
-        places: file and function -> operators and bytes.
+        functions: file and function -> operators and bytes.
         readers: (matrix, parameter) -> file and function -> passes.
-        known: quantities that have a value in any layer.
+        defined: quantities that have a value in any layer.
     """
 
     operators: int
@@ -95,9 +95,9 @@ class Counts:
     backwards: int
     passes: dict[tuple[str, str], float]
     steps: dict[tuple[str, str], int]
-    places: dict[str, tuple[int, int]]
+    functions: dict[str, tuple[int, int]]
     readers: dict[tuple[str, str], dict[str, float]]
-    known: frozenset[str] = frozenset()
+    defined: frozenset[str] = frozenset()
 
 
 @functools.cache
@@ -110,8 +110,8 @@ def place() -> str:
     """The innermost function of the package that is running, ``""`` if none is."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if found := _place(frame.f_code):
-            return found
+        if function := _place(frame.f_code):
+            return function
         frame = frame.f_back
     return ""
 
@@ -129,15 +129,15 @@ class Operators(TorchDispatchMode):
         self.contents = Contents()
         self.tally = Tally()
         self.live = 0
-        self._known: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         schema = func._schema
-        given = list(zip(schema.arguments, args, strict=False))
-        given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
-        written = [t for a, v in given if a.alias_info is not None and a.alias_info.is_write for t in tensors_in(v)]
+        arguments = list(zip(schema.arguments, args, strict=False))
+        arguments += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
+        written = [t for a, v in arguments if a.alias_info is not None and a.alias_info.is_write for t in tensors_in(v)]
         if not written and any(r.alias_info is not None for r in schema.returns):
             return result  # a view
         name = basic(schema.name)
@@ -148,24 +148,24 @@ class Operators(TorchDispatchMode):
             return result
         reads = [
             t
-            for a, v in given
+            for a, v in arguments
             if a.alias_info is None or not a.alias_info.is_write or not (a.is_out or name in WRITES_ONLY)
             for t in tensors_in(v)
         ]
-        where = place()
-        self.tally.operators[where] += 1
-        self.tally.read[where] += sum(map(read_bytes, [*outputs, *reads[1:]] if name in PICKS else reads))
-        if where:
-            self.contents.read(reads, where)
+        function = place()
+        self.tally.operators[function] += 1
+        self.tally.read[function] += sum(map(read_bytes, [*outputs, *reads[1:]] if name in PICKS else reads))
+        if function:
+            self.contents.read(reads, function)
         self._follow(schema.name, name, args, kwargs, written or outputs)
         return result
 
     def _allocated(self, t: Tensor) -> None:
         storage = t.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known or not size:
+        if key in self._sizes or not size:
             return
-        self._known[key] = size
+        self._sizes[key] = size
         self.live += size
         self.tally.allocations += 1
         self.tally.allocated += size
@@ -173,7 +173,7 @@ class Operators(TorchDispatchMode):
         weakref.finalize(storage, self._freed, key).atexit = False
 
     def _freed(self, key: int) -> None:
-        self.live -= self._known.pop(key)
+        self.live -= self._sizes.pop(key)
         self.contents.forget(key)
 
     def _follow(self, full: str, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
@@ -183,10 +183,10 @@ class Operators(TorchDispatchMode):
             inputs = list(zip(*sides, strict=False))
         else:
             inputs = [args] * len(outputs)
-        for given, out in zip(inputs, outputs, strict=False):
+        for operands, out in zip(inputs, outputs, strict=False):
             # Of a copy into a tensor only what comes after it is what is copied.
-            sources = given[1:2] if name == "copy" and len(given) > 1 and isinstance(given[1], Tensor) else given
-            self.contents.write(name, sources, alpha, out)
+            copied = name == "copy" and len(operands) > 1 and isinstance(operands[1], Tensor)
+            self.contents.write(name, operands[1:2] if copied else operands, alpha, out)
 
 
 class Crossings(TorchFunctionMode):
@@ -200,9 +200,9 @@ class Crossings(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in CROSSINGS and args and isinstance(args[0], Tensor):
             home = name != "to" or any(isinstance(a, str) and a == "cpu" for a in (*args, *(kwargs or {}).values()))
-            where = place()
-            if home and where and not where.startswith(ON_HOST) and not is_index(args[0]):
-                self._operators.tally.crossings[where] += 1
+            function = place()
+            if home and function and not function.startswith(ON_HOST) and not is_index(args[0]):
+                self._operators.tally.crossings[function] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -264,10 +264,10 @@ class Watch:
 
     def steps(self) -> dict[tuple[str, str], int]:
         """Return the steps of Lanczos in the last step, by matrix and parameter."""
-        found: Counter[tuple[str, str]] = Counter()
+        most: Counter[tuple[str, str]] = Counter()
         for steps in self.spaces:
-            found |= steps
-        return dict(found)
+            most |= steps
+        return dict(most)
 
 
 def count(model: nn.Module, optimizer: Optimizer, loss: Callable[[nn.Module], Tensor], **settings: Any) -> Counts:
@@ -298,8 +298,8 @@ def count(model: nn.Module, optimizer: Optimizer, loss: Callable[[nn.Module], Te
         steps, passes = watch.steps(), watch.operators.contents.passes
     if len(probe.measurements) != 3:
         raise RuntimeError("a step was not measured")
-    known = {key for key, values in probe.measurements[-1].values.items() if bool(values.isfinite().any())}
-    return replace(difference(measured, plain, passes, steps), known=frozenset(known))
+    defined = {key for key, values in probe.measurements[-1].values.items() if bool(values.isfinite().any())}
+    return replace(difference(measured, plain, passes, steps), defined=frozenset(defined))
 
 
 def difference(
@@ -311,7 +311,7 @@ def difference(
     read.subtract(plain.read)
 
     def fixed(counter: Counter[str]) -> int:
-        return sum(n for where, n in counter.items() if not where.startswith("linalg/"))
+        return sum(n for function, n in counter.items() if not function.startswith("linalg/"))
 
     return Counts(
         operators=operators.total(),
@@ -324,10 +324,10 @@ def difference(
         crossings=measured.crossings.total() - plain.crossings.total(),
         forwards=measured.forwards - plain.forwards,
         backwards=measured.backwards - plain.backwards,
-        passes={key: sum(places.values()) for key, places in passes.items()},
+        passes={key: sum(functions.values()) for key, functions in passes.items()},
         steps=steps,
-        places={where: (operators[where], read[where]) for where, _ in read.most_common()},
-        readers={key: dict(places) for key, places in passes.items()},
+        functions={function: (operators[function], read[function]) for function, _ in read.most_common()},
+        readers={key: dict(functions) for key, functions in passes.items()},
     )
 
 
@@ -346,8 +346,8 @@ def report(name: str, counts: Counts) -> None:
         f"{counts.allocations} tensors of {counts.allocated / 1e6:.1f} MB, peak {counts.peak / 1e6:+.1f} MB,", end=" "
     )
     print(f"{counts.crossings} crossings, {counts.forwards} forwards")
-    for where, (operators, read) in list(counts.places.items())[:20]:
-        print(f"  {where or '(the model)':50s} {operators:5d} operators {read / 1e6:9.2f} MB")
+    for function, (operators, read) in list(counts.functions.items())[:20]:
+        print(f"  {function or '(the model)':50s} {operators:5d} operators {read / 1e6:9.2f} MB")
     for key, n in sorted(counts.passes.items(), key=lambda item: -item[1])[:12]:
         print(f"  {key[0]:5s} {key[1]:28s} {n:5.1f} passes, {counts.steps.get(key, 0)} steps of Lanczos", end="; ")
         print(", ".join(f"{reader.split('/')[-1]} {passes:.1f}" for reader, passes in counts.readers[key].items()))

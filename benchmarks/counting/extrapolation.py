@@ -64,18 +64,18 @@ def traffic(
         layers: the same of whole weights, where some hold several matrices.
     """
 
-    found = dict.fromkeys(PURPOSES, 0.0)
+    sent = dict.fromkeys(PURPOSES, 0.0)
     for m, n, _ in shapes:
-        found["matrices"] += KINDS * (4 * steps.get("matrices", 0.0) * lanczos_numbers(m, n) if sharded else 4 * 5)
+        sent["matrices"] += KINDS * (4 * steps.get("matrices", 0.0) * lanczos_numbers(m, n) if sharded else 4 * 5)
     if tier == "standard":
         for m, n, role in layers or shapes:
             features = [n] if role == "embedding" else [n, m]
             for size in features:
                 rows = min(rows_seen, sample_size(size))
-                found["rows"] += 4 * steps.get("rows", 0.0) * lanczos_numbers(rows, size)
+                sent["rows"] += 4 * steps.get("rows", 0.0) * lanczos_numbers(rows, size)
             if role != "embedding":
-                found["inputs"] += 4 * min(rows_seen, rows_worth(Layout("linear", (m, n)))) * n
-    return found
+                sent["inputs"] += 4 * min(rows_seen, rows_worth(Layout("linear", (m, n)))) * n
+    return sent
 
 
 def counted_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -85,27 +85,27 @@ def counted_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     every = 10 if args.quick else 30
     wide = {"width": 512, "heads": 8, "context": 64, "batch": 8, "rounds": 1, "every": every, "data": args.data}
     case = Case(2, "fsdp2", "standard", 2, **wide)
-    found = run([case])[case]
+    result = run([case])[case]
     print(f"Counted on a transformer of width 512 after {2 * every} steps, FSDP2 on 2 processes:\n")
     print("| | matrices | block steps, mean | least | most |\n|---|---|---|---|---|")
-    for purpose, steps in found["steps"].items():
+    for purpose, steps in result["steps"].items():
         print(f"| {purpose} | {len(steps)} | {statistics.mean(steps):.1f} | {min(steps)} | {max(steps)} |")
-    trained = {purpose: statistics.mean(steps) for purpose, steps in found["steps"].items()}
-    first_order = traffic(found["shapes"], trained, True, 2 * 8 * 64, layers=found["layers"])
-    print(f"\n{found['collectives']} collectives. The formulas against what was counted, MB:\n")
+    trained = {purpose: statistics.mean(steps) for purpose, steps in result["steps"].items()}
+    first_order = traffic(result["shapes"], trained, True, 2 * 8 * 64, layers=result["layers"])
+    print(f"\n{result['collectives']} collectives. The formulas against what was counted, MB:\n")
     print("| " + " | ".join(["", *PURPOSES, "all"]) + " |\n" + "|---" * (len(PURPOSES) + 2) + "|")
-    for name, some in (("formulas", first_order), ("counted", found["by"])):
-        values = [*(some[purpose] for purpose in PURPOSES), sum(some.values())]
+    for name, sizes in (("formulas", first_order), ("counted", result["by"])):
+        values = [*(sizes[purpose] for purpose in PURPOSES), sum(sizes.values())]
         print(f"| {name} | " + " | ".join(f"{value / 1e6:.2f}" for value in values) + " |")
     gaussian = []
     for m, n in ((4096, 4096), (11008, 4096), (512, 4096)) if not args.quick else ((1024, 1024),):
         A = torch.randn(1, m, n, generator=torch.Generator().manual_seed(0))
         gaussian.append(1 + (spectral_estimate(A).passes - 1) // 2)  # processes hear of the end a step later
         print(f"Gaussian {m} x {n}: {gaussian[-1]} block steps", file=sys.stderr, flush=True)
-    extra = found["collectives"] - found["path"]
+    extra = result["collectives"] - result["path"]
     print(f"\nGaussian matrices of full size, 4096 x 4096, 11008 x 4096 and 512 x 4096: {gaussian} block steps.")
     print(f"Collectives besides those of the longest Lanczos: {extra}.\n")
-    most = {f"most {purpose}": float(max(steps)) for purpose, steps in found["steps"].items()}
+    most = {f"most {purpose}": float(max(steps)) for purpose, steps in result["steps"].items()}
     counts = {"trained": {**trained, **most, "extra": extra}}
     for name, steps in (("Gaussian", float(max(gaussian))), ("limit", float(MAX_STEPS))):
         counts[name] = {**dict.fromkeys(counts["trained"], steps), "extra": extra}
@@ -125,12 +125,12 @@ def extrapolate(args: argparse.Namespace) -> None:
     for name, steps in counts.items():
         for way, sharded in (("FSDP2, HSDP 8 x 8", True), ("DDP", False)):
             for tier in ("standard", "light"):
-                found = traffic(shapes, steps, sharded, rows_seen, tier)
-                total = sum(found.values())
+                sent = traffic(shapes, steps, sharded, rows_seen, tier)
+                total = sum(sent.values())
                 asking = (["matrices"] if sharded else []) + (["rows"] if tier == "standard" else [])
                 collectives = int(steps["extra"] + 2 * max((steps[f"most {p}"] for p in asking), default=0))
                 seconds = 2 * (ranks - 1) / ranks * total / link + collectives * latency
-                cells = [f"{way}, {tier}", name, collectives, *(f"{found[p] / 1e6:.0f}" for p in PURPOSES[:-1])]
+                cells = [f"{way}, {tier}", name, collectives, *(f"{sent[p] / 1e6:.0f}" for p in PURPOSES[:-1])]
                 cells += [f"{total / 1e6:.0f}", f"{seconds * 1e3:.0f}"]
                 print("| " + " | ".join(map(str, cells)) + " |")
     reads = {name: 2 * KINDS * steps["matrices"] for name, steps in counts.items()}

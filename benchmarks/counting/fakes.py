@@ -62,31 +62,31 @@ def _frame(function: str) -> FrameType:
     return frame
 
 
-def _decided(asked: Tensor) -> Tensor:
+def _decided(tensor: Tensor) -> Tensor:
     """Answer with what the first process saw, which is this one."""
     return _frame("_lanczos").f_locals["look"].done.float()
 
 
-def _sound(asked: Tensor) -> Tensor:
+def _sound(tensor: Tensor) -> Tensor:
     """Answer for each layer that nothing is missing, and with one for all else."""
-    answer = torch.ones(asked.shape, dtype=asked.dtype)
-    if asked.ndim == 2:
+    answer = torch.ones(tensor.shape, dtype=tensor.dtype)
+    if tensor.ndim == 2:
         answer[:, 0] = 0
     else:  # change of the loss, whether it is unknown, and whether forwards failed
         answer[:] = 0
     return answer
 
 
-def _true(asked: Tensor) -> Tensor:
-    return torch.ones(asked.shape, dtype=asked.dtype)
+def _true(tensor: Tensor) -> Tensor:
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
-def _nothing(asked: Tensor) -> Tensor:
-    return torch.zeros(asked.shape, dtype=asked.dtype)
+def _nothing(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-def _different(asked: Tensor) -> Tensor:
-    return torch.arange(asked.numel(), dtype=asked.dtype).view(asked.shape)
+def _different(tensor: Tensor) -> Tensor:
+    return torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
 
 
 ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -125,11 +125,11 @@ class Values(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        asked = args[0] if args else None
-        if not isinstance(asked, FakeTensor):
+        tensor = args[0] if args else None
+        if not isinstance(tensor, FakeTensor):
             return func(*args, **kwargs)
         if name == "data_ptr":  # who shares memory with whom is known
-            return asked.untyped_storage()._cdata + asked.storage_offset() * asked.element_size()
+            return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
         home = name == "cpu" or (name == "to" and any(isinstance(a, str) and a == "cpu" for a in args[1:]))
         if not home and name not in ASKS:
             return func(*args, **kwargs)
@@ -140,7 +140,7 @@ class Values(TorchFunctionMode):
             raise LookupError(f"{where} asks a fake tensor for values ({name}); ANSWERS has no answer")
         self._ledger.counted.waits[where] += 1
         with _disable_current_modes():
-            answer = ANSWERS[where](asked)
+            answer = ANSWERS[where](tensor)
         if name == "equal":
             self._ledger.note("equal", list(args), owner(), where)
             with _disable_current_modes():
@@ -183,10 +183,11 @@ class Looks:
         spaces = iter(self.spaces)
 
         def steps(purpose: str, count: int) -> Sequence[int]:
-            said, found = next(spaces)
-            if (said, len(found)) != (purpose, count):
-                raise LookupError(f"recorded were {len(found)} matrices of {said!r}, asked are {count} of {purpose!r}")
-            return found
+            recorded_purpose, recorded_steps = next(spaces)
+            if (recorded_purpose, len(recorded_steps)) != (purpose, count):
+                recorded = f"{len(recorded_steps)} matrices of {recorded_purpose!r}"
+                raise LookupError(f"recorded were {recorded}, asked are {count} of {purpose!r}")
+            return recorded_steps
 
         return steps
 
@@ -198,10 +199,10 @@ class Looks:
 
     def _noting(self, doubt: Callable[..., Any]) -> Callable[..., Any]:
         def noting(space: Any, T: Tensor, tol: float) -> Any:
-            found, sigma = doubt(space, T, tol)
+            doubts, sigma = doubt(space, T, tol)
             for k in space.undecided:
                 space.steps_until[space.members[k]] = space.steps
-            return found, sigma
+            return doubts, sigma
 
         return noting
 
@@ -210,10 +211,10 @@ def _deciding(doubt: Callable[..., Any]) -> Callable[..., Any]:
     """Return what decides, after the work of finding out: no doubt of a matrix that has taken its steps, else 1."""
 
     def deciding(space: Any, T: Tensor, tol: float) -> tuple[Tensor, Tensor]:
-        found, sigma = doubt(space, T, tol)
+        doubts, sigma = doubt(space, T, tol)
         with _disable_current_modes():
-            until = torch.tensor([space.steps_until[space.members[place]] for place in space.undecided])
-            return (until > space.steps).to(found), sigma
+            until = torch.tensor([space.steps_until[space.members[i]] for i in space.undecided])
+            return (until > space.steps).to(doubts), sigma
 
     return deciding
 
@@ -280,7 +281,7 @@ class FakeProcesses(ProcessGroup):
             for name in batch_dims:
                 number = number * sizes[name] + at[name]
             self._batches.append(number)
-        self._known: dict[Any, ShardRegion] = {}
+        self._extents: dict[Any, ShardRegion] = {}
         self.census_seconds = 0.0
         super().__init__(torch.device("cpu"), 0)
 
@@ -293,20 +294,20 @@ class FakeProcesses(ProcessGroup):
         return [value] * self.size
 
     def _extent(self, row: tuple[Any, ...], at: Mapping[str, int]) -> ShardRegion:
-        name, mine = row[0], row[-1]
+        name, local = row[0], row[-1]
         p = self._parameters[name if name in self._parameters else f"{name}.weight"]
         if not isinstance(p, DTensor):
-            return mine
+            return local
         names = p.device_mesh.mesh_dim_names
         coordinate = [at[name] for name in names]
         key = (tuple(p.shape), p.placements, names, tuple(coordinate))
-        if key not in self._known:
+        if key not in self._extents:
             with patch.object(p.device_mesh, "get_coordinate", lambda: coordinate):
-                self._known[key] = extent_of(p, [True] * len(names))
-        return self._known[key]
+                self._extents[key] = extent_of(p, [True] * len(names))
+        return self._extents[key]
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
+    def same_observations(self) -> Iterator[None]:
         """Meanwhile all saw the same of a step, each of its own batch."""
         true = engine_module.census
 

@@ -91,7 +91,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.counted = Counted()
         self.live = self._began = self.own = self._own_began = 0
-        self._known: dict[int, tuple[int, bool]] = {}
+        self._storages: dict[int, tuple[int, bool]] = {}
 
     def begin(self) -> Counted:
         self.counted, self._began, self._own_began = Counted(), self.live, self.own
@@ -137,9 +137,9 @@ class Ledger(TorchDispatchMode):
         for t in tensors_in(result):
             storage = t.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
-            if key in self._known or not size:
+            if key in self._storages or not size:
                 continue
-            self._known[key] = (size, by == "monitor")
+            self._storages[key] = (size, by == "monitor")
             self.live += size
             self.own += size * (by == "monitor")
             self.counted.peak = max(self.counted.peak, self.live - self._began)
@@ -147,6 +147,6 @@ class Ledger(TorchDispatchMode):
             weakref.finalize(storage, self._freed, key).atexit = False
 
     def _freed(self, key: int) -> None:
-        size, own = self._known.pop(key)
+        size, own = self._storages.pop(key)
         self.live -= size
         self.own -= size * own

@@ -59,14 +59,14 @@ class Done:
 
     Attributes:
         layers: that are measured.
-        held: entries of parameters that this process holds.
+        local_entries: entries of parameters that this process holds.
         census: seconds it took to read what all processes have said, where they are simulated.
     """
 
     plain: Counted
     measured: Counted
     layers: int
-    held: int
+    local_entries: int
     census: float
 
 
@@ -109,9 +109,9 @@ def steps(
     with looks():
         measured = ledger.begin()
         measure(2)
-    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+    local_entries = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
     census = getattr(processes, "census_seconds", 0.0)
-    return Done(plain, measured, len(engine.layers), held, census)
+    return Done(plain, measured, len(engine.layers), local_entries, census)
 
 
 def simulated(
@@ -132,7 +132,7 @@ def simulated(
         way.apply(model, mesh)
         processes = FakeProcesses(mesh, model, way.batch_dims(mesh))
         ledger = FakeLedger(mode)
-        stack.enter_context(processes.alike())
+        stack.enter_context(processes.same_observations())
         stack.enter_context(Values(ledger))
         stack.enter_context(ledger)
         ids = torch.zeros(tokens[0], tokens[1] + 1, dtype=torch.int64)

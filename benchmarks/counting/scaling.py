@@ -109,7 +109,7 @@ class Tally:
             if not hasattr(space, "noted"):
                 space.noted = torch.zeros(len(space.members), dtype=torch.int64)
                 self.spaces.append((self.purpose, 2 if space.across else int(space.split), space.noted))
-            space.noted[[space.members[place] for place in space.undecided]] += 1
+            space.noted[[space.members[i] for i in space.undecided]] += 1
             return step(space, rider)
 
         rows, matrices = activations.RowStage, norms.MatrixNorms
@@ -123,10 +123,10 @@ class Tally:
             yield
 
     def steps(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        steps: dict[str, list[int]] = {}
         for purpose, _, counts in self.spaces:
-            found.setdefault(purpose, []).extend(counts.tolist())
-        return found
+            steps.setdefault(purpose, []).extend(counts.tolist())
+        return steps
 
     def path(self) -> int:
         """Collectives of the longest Lanczos: all others go along."""
@@ -220,9 +220,9 @@ def measure(case: Case) -> dict[str, Any]:
     plain, measured = turns.seconds[False], turns.seconds[True]
     plain = [statistics.median(plain[i : i + case.every - 1]) for i in range(0, len(plain), case.every - 1)]
     ratios = [m / p for m, p in zip(measured, plain, strict=True)][1:]
-    whole = [(*info.shape, info.role) for info in layers]
+    layer_shapes = [(*info.shape, info.role) for info in layers]
     plain_step = statistics.median(plain[1:])
-    return {"ratios": ratios, "plain": plain_step, "shapes": shapes, "layers": whole, **turns.counted[-1]}
+    return {"ratios": ratios, "plain": plain_step, "shapes": shapes, "layers": layer_shapes, **turns.counted[-1]}
 
 
 def work(rank: int, ranks: int, cases: list[Case], folder: str) -> None:
@@ -239,11 +239,11 @@ def work(rank: int, ranks: int, cases: list[Case], folder: str) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for number, case in enumerate(cases):
         begin = time.perf_counter()
-        found = measure(case)
+        result = measure(case)
         if rank == 0:
-            (Path(folder) / f"{ranks}.{number}.json").write_text(json.dumps(found))
-            where = f"{case.strategy}, {case.tier}, {4 * case.blocks} weights in blocks"
-            print(f"{ranks} ranks: {where}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+            (Path(folder) / f"{ranks}.{number}.json").write_text(json.dumps(result))
+            label = f"{case.strategy}, {case.tier}, {4 * case.blocks} weights in blocks"
+            print(f"{ranks} ranks: {label}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -256,16 +256,16 @@ def run(cases: list[Case]) -> dict[Case, dict[str, Any]]:
     results: dict[Case, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sorted({case.ranks for case in cases}):
-            some = [case for case in cases if case.ranks == ranks]
-            mp.spawn(work, (ranks, some, folder), nprocs=ranks)
-            for number, case in enumerate(some):
+            group = [case for case in cases if case.ranks == ranks]
+            mp.spawn(work, (ranks, group, folder), nprocs=ranks)
+            for number, case in enumerate(group):
                 results[case] = json.loads((Path(folder) / f"{ranks}.{number}.json").read_text())
     return results
 
 
-def bound(found: dict[str, Any], steps: int) -> int:
+def bound(result: dict[str, Any], steps: int) -> int:
     """4 x steps x sum(fan_in + fan_out) numbers of 4 bytes."""
-    return 4 * steps * sum(m + n for m, n, _ in found["shapes"]) * 4
+    return 4 * steps * sum(m + n for m, n, _ in result["shapes"]) * 4
 
 
 def times(results: dict[Case, dict[str, Any]]) -> str:
@@ -274,11 +274,11 @@ def times(results: dict[Case, dict[str, Any]]) -> str:
         "| strategy | tier | weights in blocks | ranks | measured / plain | plain step, s |",
         "|---|---|---|---|---|---|",
     ]
-    for case, found in results.items():
-        ratios = found["ratios"]
+    for case, result in results.items():
+        ratios = result["ratios"]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         way = "one process" if case.ranks == 1 else case.strategy
-        cells = [way, case.tier, 4 * case.blocks, case.ranks, spread, f"{found['plain']:.2f}"]
+        cells = [way, case.tier, 4 * case.blocks, case.ranks, spread, f"{result['plain']:.2f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -288,15 +288,15 @@ def counts(results: dict[Case, dict[str, Any]]) -> str:
     head = ["strategy", "tier", "weights in blocks", "ranks", "collectives", "of Lanczos", "KB", *PURPOSES]
     head += ["block steps, mean", "most", "KB / bound, block steps", "KB / bound, directions"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for case, found in results.items():
+    for case, result in results.items():
         if case.ranks == 1:
             continue
-        steps = [step for some in found["steps"].values() for step in some]
+        steps = [step for counted in result["steps"].values() for step in counted]
         mean, most = (statistics.mean(steps), max(steps)) if steps else (0.0, 0)
-        cells = [case.strategy, case.tier, 4 * case.blocks, case.ranks, found["collectives"], found["path"]]
-        cells += [f"{size / 1e3:.0f}" for size in (found["bytes"], *(found["by"][purpose] for purpose in PURPOSES))]
+        cells = [case.strategy, case.tier, 4 * case.blocks, case.ranks, result["collectives"], result["path"]]
+        cells += [f"{size / 1e3:.0f}" for size in (result["bytes"], *(result["by"][purpose] for purpose in PURPOSES))]
         cells += [f"{mean:.1f}", most]
-        cells += [f"{found['bytes'] / bound(found, times * most):.2f}" if most else "" for times in (1, BLOCK)]
+        cells += [f"{result['bytes'] / bound(result, times * most):.2f}" if most else "" for times in (1, BLOCK)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -321,10 +321,10 @@ def main() -> None:
     parser.add_argument("--write", metavar="PAGE", help="write the tables into a page too")
     args = parser.parse_args()
     results = run(table_of_cases(args))
-    where = (
+    machine = (
         f"{os.cpu_count()} CPU cores, gloo, torch {torch.__version__.partition('+')[0]}, {time.strftime('%Y-%m-%d')}."
     )
-    for name, text in (("times", f"{times(results)}\n\n{where}"), ("counts", counts(results))):
+    for name, text in (("times", f"{times(results)}\n\n{machine}"), ("counts", counts(results))):
         print(f"{text}\n")
         if args.write:
             write(Path(args.write), name, text)

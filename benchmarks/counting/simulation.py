@@ -67,7 +67,7 @@ def numbers(case: Case, depth: int) -> dict[str, float]:
     done = simulated(config, case.way, (1, LENGTH), case.tier, uniform(case.steps))
     plain, measured = done.plain, done.measured
     sizes = [size for _, size in measured.collectives()]
-    again = [size for _, size in measured.collectives("replay")]
+    replay = [size for _, size in measured.collectives("replay")]
     forward = [size for _, size in plain.collectives("step")]
     return {
         "operators": measured.of(measured.operators, "monitor"),
@@ -76,12 +76,12 @@ def numbers(case: Case, depth: int) -> dict[str, float]:
         "read": measured.of(measured.read, "monitor"),
         "collectives": len(sizes),
         "bytes": sum(sizes),
-        "replay bytes": sum(again),
+        "replay bytes": sum(replay),
         "plain bytes": sum(forward),
         "own memory": measured.own,
         "peak beyond plain": measured.peak - plain.peak,
         "waits": sum(n for where, n in measured.waits.items() if not where.startswith("snapshot/")),
-        "held": done.held,
+        "held": done.local_entries,
         "census": sizes[0],
         "census seconds": done.census,
     }
@@ -90,9 +90,9 @@ def numbers(case: Case, depth: int) -> dict[str, float]:
 def line(case: Case, points: Sequence[int] | None = None) -> dict[str, float]:
     """The same of the whole model, by the straight line through two."""
     config = CONFIGS[case.model]
-    few, more = points or ((2, 4) if config.experts else (1, 2))
-    low, high = numbers(case, few), numbers(case, more)
-    share = (config.depth - few) / (more - few)
+    small_depth, large_depth = points or ((2, 4) if config.experts else (1, 2))
+    low, high = numbers(case, small_depth), numbers(case, large_depth)
+    share = (config.depth - small_depth) / (large_depth - small_depth)
     return {key: low[key] + share * (high[key] - low[key]) for key in low}
 
 
@@ -100,18 +100,18 @@ HEAD = ["model", "processes", "tier", "operators", "of the plain step", "collect
 HEAD += ["replay, GB", "waits", "reads, GB", "held, GB", "takes, GB", "census, MB"]
 
 
-def report(found: dict[str, dict[str, float]]) -> str:
+def report(results: dict[str, dict[str, float]]) -> str:
     """The table."""
     lines = ["| " + " | ".join(HEAD) + " |", "|---|---|---|" + "---:|" * (len(HEAD) - 3)]
     for case in CASES:
-        if case.name not in found:
+        if case.name not in results:
             continue
-        one = found[case.name]
-        cells = [case.model, f"{case.way.name} = {case.way.processes:,}", case.tier, f"{one['operators']:,.0f}"]
-        cells += [f"{one['operators of a plain step']:,.0f}", f"{one['collectives']:.0f}"]
-        cells += [f"{one[key] / GB:.2f}" for key in ("bytes", "plain bytes", "replay bytes")]
-        cells += [f"{one['waits']:.0f}", f"{one['read'] / GB:.1f}", f"{4 * one['held'] / GB:.2f}"]
-        cells += [f"{one['own memory'] / GB:.2f}", f"{one['census'] / 1e6:.1f}"]
+        result = results[case.name]
+        cells = [case.model, f"{case.way.name} = {case.way.processes:,}", case.tier, f"{result['operators']:,.0f}"]
+        cells += [f"{result['operators of a plain step']:,.0f}", f"{result['collectives']:.0f}"]
+        cells += [f"{result[key] / GB:.2f}" for key in ("bytes", "plain bytes", "replay bytes")]
+        cells += [f"{result['waits']:.0f}", f"{result['read'] / GB:.1f}", f"{4 * result['held'] / GB:.2f}"]
+        cells += [f"{result['own memory'] / GB:.2f}", f"{result['census'] / 1e6:.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + f"\n\ntorch {torch.__version__.partition('+')[0]}; {len(lines) - 2} cases."
 
@@ -124,16 +124,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*data pointer of FakeTensor.*")
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if args.write:
-        write(Path(args.write), "simulated", report(found))
+        write(Path(args.write), "simulated", report(results))
         return
-    wanted = [case for case in CASES if args.only in case.name and (args.again or case.name not in found)]
+    wanted = [case for case in CASES if args.only in case.name and (args.again or case.name not in results)]
     for case in tqdm(wanted, unit="case", file=sys.stderr):
         tqdm.write(case.name, file=sys.stderr)
-        found[case.name] = line(case)
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    print(report(found))
+        results[case.name] = line(case)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    print(report(results))
 
 
 if __name__ == "__main__":

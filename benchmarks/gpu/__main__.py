@@ -77,24 +77,24 @@ class Difference:
 
 def differences(device: str, size: Size = SMALL, steps: int = 2) -> list[Difference]:
     """Return for every quantity how far the device's numbers are from the CPU's, over layers and steps."""
-    kept = []
-    for place in ("cpu", device):
-        loop = Loop(size, place)
+    measurements = []
+    for side in ("cpu", device):
+        loop = Loop(size, side)
         probe = loop.probe("full", tol=1e-4)
         for _ in range(steps):
             loop.step(probe)
-        kept.append(probe.measurements)
-    found = []
-    for key in kept[0][0].values:
+        measurements.append(probe.measurements)
+    worst = []
+    for key in measurements[0][0].values:
         pairs = [
             (relative(a.value(key, info.name), b.value(key, info.name)), info.name)
-            for a, b in zip(*kept, strict=True)
+            for a, b in zip(*measurements, strict=True)
             for info in a.layers
         ]
-        both = [(apart, name) for apart, name in pairs if not math.isnan(apart)]
+        both = [(difference, name) for difference, name in pairs if not math.isnan(difference)]
         if both:
-            found.append(Difference(key, *max(both), len(both)))
-    return sorted(found, key=lambda one: -one.worst)
+            worst.append(Difference(key, *max(both), len(both)))
+    return sorted(worst, key=lambda result: -result.worst)
 
 
 def relative(a: float, b: float) -> float:
@@ -135,29 +135,29 @@ def waits(quantities: str, size: Size = SMALL) -> tuple[int, int]:
     probe = loop.probe(quantities)
     for _ in range(2):  # the first one finds out what there is
         loop.step(probe)
-    with cuda_warnings() as seen, probe.step():
+    with cuda_warnings() as caught, probe.step():
         loop.forward_backward()
-        before = synchronizations(seen)
+        before = synchronizations(caught)
         loop.optimizer.step()
-    return before, synchronizations(seen)
+    return before, synchronizations(caught)
 
 
 @contextmanager
 def cuda_warnings() -> Iterator[list[warnings.WarningMessage]]:
     """Inside, CUDA warns of every wait of the host for the device, and all warnings are in the list."""
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield seen
+            yield caught
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def synchronizations(seen: Sequence[warnings.WarningMessage]) -> int:
+def synchronizations(caught: Sequence[warnings.WarningMessage]) -> int:
     """Return how many of the warnings are of a wait: "called a synchronizing CUDA operation"."""
-    return sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
 # --- the page
@@ -184,8 +184,8 @@ def page(
             f"{c.plain_bytes / 2**30:.2f}",
             f"{c.measured_bytes / 2**30:.2f}",
         ]
-        for title, several in costs.items()
-        for c in several
+        for title, model_costs in costs.items()
+        for c in model_costs
     ]
     return (
         "\n\n".join(
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = describe(Device("cuda", "bf16-mixed"))
     PAGE.write_text(page(machine, numbers, bits, waiting, costs, shares, trainers), encoding="utf-8")
     print(f"wrote {PAGE} in {time.perf_counter() - begin:.0f} s")
-    wrong = [title for title, one in trainers.items() if one.error or (one.repeats and not one.same)]
+    wrong = [title for title, outcome in trainers.items() if outcome.error or (outcome.repeats and not outcome.same)]
     print(*(f"{title}: {trainers[title].error or 'differs'}" for title in wrong), sep="\n")
     return int(bool(wrong) or not all(bits.values()) or any(waiting[tier][0] for tier in COSTED))
 

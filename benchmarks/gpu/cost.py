@@ -92,7 +92,7 @@ def cost(loop: Loop, quantities: str, wait: Callable[[], None], rounds: int = 8)
     for _ in range(2):
         loop.step()
         loop.step(probe)
-    pairs = [[timed(loop, who, wait) for who in (None, probe)] for _ in range(rounds)]
+    pairs = [[timed(loop, watcher, wait) for watcher in (None, probe)] for _ in range(rounds)]
     ratios = [measured[0] / plain[0] for plain, measured in pairs]
     ordered = sorted(ratios)
     quarter = len(ordered) // 4

@@ -163,14 +163,14 @@ def weights(model: nn.Module | None) -> dict[str, Tensor]:
     """Return copies of all parameters in host memory, by name and whole."""
     assert model is not None
     sharded = isinstance(model, FullyShardedDataParallel)
-    found = {}
+    parameters = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False) if sharded else nullcontext():
         for name, p in model.named_parameters():
-            whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+            full = p.full_tensor() if hasattr(p, "full_tensor") else p
             for prefix in ("_fsdp_wrapped_module.", "_forward_module.", "_orig_mod.", "module."):
                 name = name.replace(prefix, "")
-            found[name] = whole.detach().cpu().clone()
-    return found
+            parameters[name] = full.detach().cpu().clone()
+    return parameters
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Outcome:
         repeats: whether two do that of which none is watched; not tried unless the others differ.
         numbers: quantities of matrices in the last step.
         missing: which of them are NaN, with the reason.
-        apart: the largest difference of a spectral norm from that of an SVD in float64, relative to it.
+        norm_error: the largest difference of a spectral norm from that of an SVD in float64, relative to it.
         error: what went wrong; everything else is missing then.
     """
 
@@ -190,7 +190,7 @@ class Outcome:
     repeats: bool = True
     numbers: int = 0
     missing: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    apart: float = math.nan
+    norm_error: float = math.nan
     error: str = ""
 
 
@@ -224,18 +224,18 @@ def outcome(way: Way, accelerator: str) -> Outcome:
     last = watch.measurements[-1]
     matrices = [info for info in last.layers if info.is_matrix]
     every = [(key, info.name) for info in matrices for key in last.values]
-    apart = []
+    norm_errors = []
     for info in matrices:
         W = watched.before.get(f"{info.name}.weight") if "weight_norm" in last.values else None
         if W is not None and W.ndim == 2 and info.blocks == 1 and info.role != "embedding":
             exact = float(torch.linalg.matrix_norm(W.double(), 2))
-            apart.append(abs(last.value("weight_norm", info.name) / exact - 1))
+            norm_errors.append(abs(last.value("weight_norm", info.name) / exact - 1))
     return Outcome(
         same=same,
         repeats=same or way.corrects or equal(other, fit(way, accelerator, None)),
         numbers=len(every),
         missing={pair: last.why(*pair) for pair in every if math.isnan(last.value(*pair))},
-        apart=max(apart, default=math.nan),
+        norm_error=max(norm_errors, default=math.nan),
     )
 
 
@@ -248,35 +248,38 @@ def tried(accelerator: str, titles: Iterable[str] = tuple(WAYS)) -> dict[str, Ou
     """Return what came of some ways; one that fails does not stop the others."""
     deterministic = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True  # or no training is that of the run before
-    found = {}
+    outcomes = {}
     try:
         for title in titles:
             try:
-                found[title] = outcome(WAYS[title], accelerator)
+                outcomes[title] = outcome(WAYS[title], accelerator)
             except Exception as error:
-                found[title] = Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])
+                outcomes[title] = Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])
     finally:
         torch.backends.cudnn.deterministic = deterministic
-    return found
+    return outcomes
 
 
-def rows(found: Mapping[str, Outcome]) -> list[list[str]]:
+def rows(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
     """Return rows of a table: the way, the bits, norms against an SVD, and numbers, with those that are missing of tier
     standard though they are defined in float32.
     """
-    undefined = found[PLAIN].missing.keys() if PLAIN in found else set()
+    undefined = outcomes[PLAIN].missing.keys() if PLAIN in outcomes else set()
     table = []
-    for title, one in found.items():
-        if one.error:
-            table.append([title, f"**fails**: {one.error}", "", ""])
+    for title, outcome in outcomes.items():
+        if outcome.error:
+            table.append([title, f"**fails**: {outcome.error}", "", ""])
             continue
-        lost = [why for pair, why in one.missing.items() if pair not in undefined and pair[0] in TIERS["standard"]]
+        missing = {pair: reason for pair, reason in outcome.missing.items() if pair not in undefined}
+        reasons = [reason for (key, _), reason in missing.items() if key in TIERS["standard"]]
         table.append(
             [
                 title,
-                "the same" if one.same else "**differ**" if one.repeats else "differ, as without it",
-                "-" if math.isnan(one.apart) else f"{one.apart:.1e}",
-                f"{one.numbers}, {len(lost)} NaN: {'; '.join(sorted(set(lost)))}" if lost else str(one.numbers),
+                "the same" if outcome.same else "**differ**" if outcome.repeats else "differ, as without it",
+                "-" if math.isnan(outcome.norm_error) else f"{outcome.norm_error:.1e}",
+                f"{outcome.numbers}, {len(reasons)} NaN: {'; '.join(sorted(set(reasons)))}"
+                if reasons
+                else str(outcome.numbers),
             ]
         )
     return table

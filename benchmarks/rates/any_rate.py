@@ -57,7 +57,7 @@ RECIPES: dict[Half, tuple[str, ...]] = {
 }
 """One or two of each kind and optimizer, chosen by name before any of them was run with a correction."""
 STEEP = (*steep_development.RECIPES, *steep_heldout.RECIPES)
-BLIND = "corrected, steps not shortened"
+NOT_SHORTENED = "corrected, steps not shortened"
 GRID = (-2, -1, 0, 1, 2)
 STARTS = (1.0, 100.0, 0.01)
 Key = tuple[str, str, float, int]
@@ -86,11 +86,11 @@ def train(run: Run, corrected: bool, size: float = LRCorrection.size, looks: boo
         if probe is None:
             run.step()
         else:
-            again = run.next_loss()
+            repeatable_loss = run.next_loss()
             with probe.step():
                 loss = run.step()
                 if loss is not None and looks:
-                    probe.report_loss(loss, again)
+                    probe.report_loss(loss, repeatable_loss)
         run.after_step()
     return finite(run.evaluate())
 
@@ -106,7 +106,7 @@ def one(key: Key, half: Half) -> tuple[Key, float]:
         if len(run.optimizers) > 1 or not isinstance(run.optimizers[0], ADAM):
             return key, math.nan
         RIVALS[how](run)
-    return key, train(run, how in ("corrected", BLIND), looks=how != BLIND)
+    return key, train(run, how in ("corrected", NOT_SHORTENED), looks=how != NOT_SHORTENED)
 
 
 def prodigy(run: Run) -> None:
@@ -145,42 +145,42 @@ class Losses:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.found: dict[Key, float] = {}
+        self.by_key: dict[Key, float] = {}
         for line in path.read_text().splitlines() if path.exists() else ():
             *key, loss = json.loads(line)
-            self.found[tuple(key)] = math.inf if loss is None else loss  # type: ignore[index]
+            self.by_key[tuple(key)] = math.inf if loss is None else loss  # type: ignore[index]
 
     def add(self, key: Key, loss: float) -> None:
-        self.found[key] = loss
+        self.by_key[key] = loss
         with self._path.open("a") as file:
             file.write(json.dumps([*key, None if loss == math.inf else loss]) + "\n")
 
     def mean(self, name: str, how: str, factor: float, seeds: int) -> float:
         """Return the mean over seeds; NaN where some are missing."""
-        return fmean(self.found.get((name, how, factor, seed), math.nan) for seed in range(seeds))
+        return fmean(self.by_key.get((name, how, factor, seed), math.nan) for seed in range(seeds))
 
     def best(self, name: str, seeds: int) -> tuple[int, float]:
         """Return the exponent of the best factor without correction, and its loss."""
-        exponents = {round(math.log2(key[2])) for key in self.found if key[:2] == (name, "plain")}
+        exponents = {round(math.log2(key[2])) for key in self.by_key if key[:2] == (name, "plain")}
         means = {e: self.mean(name, "plain", 2.0**e, seeds) for e in exponents}
         return min(((e, loss) for e, loss in means.items() if not math.isnan(loss)), key=lambda item: item[1])
 
 
-def fill(losses: Losses, keys: Sequence[Key], half: Half, jobs: int, what: str) -> None:
-    missing = [key for key in keys if key not in losses.found]
+def fill(losses: Losses, keys: Sequence[Key], half: Half, jobs: int, title: str) -> None:
+    missing = [key for key in keys if key not in losses.by_key]
     with mp.get_context("spawn").Pool(jobs, maxtasksperchild=50) as pool:
         waiting = [pool.apply_async(one, (key, half)) for key in missing]
-        for done in tqdm(waiting, what, disable=None, unit="run"):
+        for done in tqdm(waiting, title, disable=None, unit="run"):
             losses.add(*done.get())
 
 
 def measure(losses: Losses, names: Sequence[str], half: Half, seeds: int, jobs: int) -> None:
     """Train what is missing, grids further where their best is at an end."""
-    seen = range(seeds)
-    keys = [(name, "corrected", start, seed) for name in names for start in STARTS for seed in seen]
-    keys += [(name, "plain", 2.0**e, seed) for name in names for e in GRID for seed in seen]
+    seed_range = range(seeds)
+    keys = [(name, "corrected", start, seed) for name in names for start in STARTS for seed in seed_range]
+    keys += [(name, "plain", 2.0**e, seed) for name in names for e in GRID for seed in seed_range]
     rivals = [how for how in RIVALS if how != "Prodigy" or importlib.util.find_spec("prodigyopt")]
-    keys += [(name, how, 1.0, seed) for name in names for how in rivals for seed in seen]
+    keys += [(name, how, 1.0, seed) for name in names for how in rivals for seed in seed_range]
     fill(losses, keys, half, jobs, f"{half} recipes")
     widen(losses, names, half, seeds, jobs)
 
@@ -202,37 +202,38 @@ def table(losses: Losses, names: Sequence[str], seeds: int) -> list[str]:
         f"|{'|'.join(f' {how} / best ' for how in RIVALS)}|",
         "|---" * (8 + len(RIVALS)) + "|",
     ]
-    ratios, apart, own = {}, {}, {}
+    ratios, spreads, own_ratios = {}, {}, {}
     rivals: dict[str, list[tuple[float, float]]] = {how: [] for how in RIVALS}
     for name in names:
         exponent, best = losses.best(name, seeds)
         plain = losses.mean(name, "plain", 1.0, seeds)
-        found = [losses.mean(name, "corrected", start, seeds) for start in STARTS]
-        ratios[name], apart[name], own[name] = found[0] / best, max(found) / min(found) - 1, plain / best
+        corrected = [losses.mean(name, "corrected", start, seeds) for start in STARTS]
+        ratios[name], own_ratios[name] = corrected[0] / best, plain / best
+        spreads[name] = max(corrected) / min(corrected) - 1
         cells = [f"x {2.0**exponent:g}", f"{best:.4g}", f"{plain / best:.3f}"]
-        cells += [f"{loss:.4g}" for loss in found]
+        cells += [f"{loss:.4g}" for loss in corrected]
         others = [losses.mean(name, how, 1.0, seeds) / best for how in RIVALS]
         for how, ratio in zip(RIVALS, others, strict=True):
             if not math.isnan(ratio):
                 rivals[how].append((ratio, ratios[name]))
-        told = ["" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in others]
-        lines.append(f"| {name} | {' | '.join(cells)} | **{ratios[name]:.3f}** | {' | '.join(told)} |")
-    worst, widest = max(ratios, key=lambda name: ratios[name]), max(apart, key=lambda name: apart[name])
-    good, close = (sum(ratio <= 1.03 for ratio in ratios.values()), sum(part <= 0.01 for part in apart.values()))
+        rival_cells = ["" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in others]
+        lines.append(f"| {name} | {' | '.join(cells)} | **{ratios[name]:.3f}** | {' | '.join(rival_cells)} |")
+    worst, widest = max(ratios, key=lambda name: ratios[name]), max(spreads, key=lambda name: spreads[name])
+    good, close = (sum(ratio <= 1.03 for ratio in ratios.values()), sum(part <= 0.01 for part in spreads.values()))
     return [
         *lines,
         "",
         f"{len(names)} recipes, {seeds} seeds. Corrected over best: geometric mean "
         f"**{geometric_mean(ratios.values()):.3f}**, worst **{ratios[worst]:.3f}** ({worst}), {good} of {len(names)} "
-        f"at most 1.03; recipes at their own rate over best: geometric mean {geometric_mean(own.values()):.3f}. The "
-        f"three starting rates end within {max(apart.values()):.1%} of each other ({widest}), {close} of {len(names)} "
-        "within 1 %.",
+        "at most 1.03; recipes at their own rate over best: geometric mean "
+        f"{geometric_mean(own_ratios.values()):.3f}. The three starting rates end within "
+        f"{max(spreads.values()):.1%} of each other ({widest}), {close} of {len(names)} within 1 %.",
         *(
-            f"{how} on the {len(found)} recipes where it can stand in: {geometric_mean(a for a, _ in found):.3f} of "
-            f"the best, worst {max(a for a, _ in found):.3f}; corrected on these: "
-            f"{geometric_mean(b for _, b in found):.3f}."
-            for how, found in rivals.items()
-            if found
+            f"{how} on the {len(pairs)} recipes where it can stand in: {geometric_mean(a for a, _ in pairs):.3f} of "
+            f"the best, worst {max(a for a, _ in pairs):.3f}; corrected on these: "
+            f"{geometric_mean(b for _, b in pairs):.3f}."
+            for how, pairs in rivals.items()
+            if pairs
         ),
     ]
 
@@ -240,7 +241,7 @@ def table(losses: Losses, names: Sequence[str], seeds: int) -> list[str]:
 def steep(losses: Losses, seeds: int, jobs: int) -> list[str]:
     """Train the steep networks with and without looking at losses; return a table."""
     names = [recipe.name for recipe in STEEP]
-    keys = [(name, how, 1.0, seed) for name in names for how in ("corrected", BLIND) for seed in range(seeds)]
+    keys = [(name, how, 1.0, seed) for name in names for how in ("corrected", NOT_SHORTENED) for seed in range(seeds)]
     keys += [(name, "plain", 2.0**e, seed) for name in names for e in GRID for seed in range(seeds)]
     fill(losses, keys, "development", jobs, "steep networks")
     widen(losses, names, "development", seeds, jobs)
@@ -250,17 +251,17 @@ def steep(losses: Losses, seeds: int, jobs: int) -> list[str]:
     ]
     for recipe in STEEP:
         exponent, best = losses.best(recipe.name, seeds)
-        found = [losses.mean(recipe.name, how, 1.0, seeds) for how in ("plain", BLIND, "corrected")]
-        cells = " | ".join(f"{loss:.3g}" for loss in (best, *found[:2]))
-        lines.append(f"| {recipe.name} | {recipe.half} | x {2.0**exponent:g} | {cells} | **{found[2]:.3g}** |")
+        losses_of_ways = [losses.mean(recipe.name, how, 1.0, seeds) for how in ("plain", NOT_SHORTENED, "corrected")]
+        cells = " | ".join(f"{loss:.3g}" for loss in (best, *losses_of_ways[:2]))
+        lines.append(f"| {recipe.name} | {recipe.half} | x {2.0**exponent:g} | {cells} | **{losses_of_ways[2]:.3g}** |")
     return lines
 
 
-def written(page: Path, mark: str, lines: str) -> None:
-    """Put lines into a page, between two marks."""
-    before, _, rest = page.read_text().partition(f"<!-- {mark} -->\n")
-    after = rest.partition(f"<!-- /{mark} -->")[2]
-    page.write_text(f"{before}<!-- {mark} -->\n{lines}\n<!-- /{mark} -->{after}")
+def written(page: Path, name: str, lines: str) -> None:
+    """Put lines into a page, between the comments of this name."""
+    before, _, tail = page.read_text().partition(f"<!-- {name} -->\n")
+    after = tail.partition(f"<!-- /{name} -->")[2]
+    page.write_text(f"{before}<!-- {name} -->\n{lines}\n<!-- /{name} -->{after}")
 
 
 def main() -> None:

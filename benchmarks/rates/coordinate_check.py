@@ -173,7 +173,7 @@ def coordinate_check(case: Plain) -> dict[str, float]:
             torch.manual_seed(seed)
             return case.make(width)
 
-        found = _get_coord_data(
+        coordinates = _get_coord_data(
             {width: partial(make, width) for width in case.widths},
             case.batches(seed),
             case.optimizer,
@@ -182,12 +182,12 @@ def coordinate_check(case: Plain) -> dict[str, float]:
             cuda=False,
             show_progress=False,
         )
-        last = found[found.t == STEPS]
+        last = coordinates[coordinates.t == STEPS]
         for module, rows in last.groupby("module"):
             by_width = rows.groupby("width").l1.mean()
             if len(by_width) == len(case.widths) and (by_width > 0).all():
                 slopes.setdefault(module, []).append(float(np.polyfit(np.log(by_width.index), np.log(by_width), 1)[0]))
-    return {module: float(np.mean(found)) for module, found in slopes.items()}
+    return {module: float(np.mean(seed_slopes)) for module, seed_slopes in slopes.items()}
 
 
 def compare(case: Plain) -> list[Row]:

@@ -154,13 +154,13 @@ class Named:
 
 def named(measurements: list[Measurement]) -> dict[str, Named]:
     """Return every layer that was named, or the network, and how first, or how it was first named as a root."""
-    found: dict[str, Named] = {}
+    names: dict[str, Named] = {}
     for at, measurement in enumerate(measurements, 1):
         for verdict in measurement.verdicts:
             for layer in verdict.layers or (verdict.layer,):
-                if layer not in found or (found[layer].root and verdict.is_root):
-                    found[layer] = Named(verdict.cause, at, verdict.sentence, verdict.root)
-    return found
+                if layer not in names or (names[layer].root and verdict.is_root):
+                    names[layer] = Named(verdict.cause, at, verdict.sentence, verdict.root)
+    return names
 
 
 def examine(fault: Fault, data: Path = DATA, *, seed: int = 0, narrow: bool = False) -> dict[str, Named]:
@@ -169,14 +169,14 @@ def examine(fault: Fault, data: Path = DATA, *, seed: int = 0, narrow: bool = Fa
     return named(train(run, 20 * fault.every, fault.every)[0])
 
 
-def found(fault: Fault, told: dict[str, Named]) -> bool:
+def is_found(fault: Fault, names: dict[str, Named]) -> bool:
     """Return whether every layer at fault was named, the first with the right cause."""
-    return all(layer in told for layer in fault.layers) and told[fault.layers[0]].cause == fault.cause
+    return all(layer in names for layer in fault.layers) and names[fault.layers[0]].cause == fault.cause
 
 
 def extremes(measurements: list[Measurement]) -> dict[str, tuple[float, float, float]]:
-    """Quantity and role -> smallest and largest value over its reference, and how much room the limits leave."""
-    seen: dict[str, tuple[float, float, float]] = {}
+    """Quantity and role -> smallest and largest value over its reference, and the factor to the nearest limit."""
+    ranges: dict[str, tuple[float, float, float]] = {}
     for measurement in measurements:
         for quantity, limits in measurement.bands.items():
             for info, value, (low, high, reference) in zip(
@@ -185,10 +185,10 @@ def extremes(measurements: list[Measurement]) -> dict[str, tuple[float, float, f
                 if not value > 0 or math.isnan(low):
                     continue
                 ratio = value if math.isnan(reference) else value / reference
-                least, largest, room = seen.get(f"{quantity}, {info.role}", (math.inf, 0.0, math.inf))
-                room = min(room, high / value, value / low if low > 0 else math.inf)
-                seen[f"{quantity}, {info.role}"] = min(least, ratio), max(largest, ratio), room
-    return seen
+                least, largest, margin = ranges.get(f"{quantity}, {info.role}", (math.inf, 0.0, math.inf))
+                margin = min(margin, high / value, value / low if low > 0 else math.inf)
+                ranges[f"{quantity}, {info.role}"] = min(least, ratio), max(largest, ratio), margin
+    return ranges
 
 
 def print_faults(data: Path, narrow: bool) -> int:
@@ -198,15 +198,16 @@ def print_faults(data: Path, narrow: bool) -> int:
     missed = 0
     for fault in FAULTS.values():
         everyone = examine(fault, data, narrow=narrow)
-        also = {layer: told for layer, told in everyone.items() if layer not in fault.layers}
-        told = everyone.get(fault.layers[0], Named("-", 0, ""))
-        missed += not found(fault, everyone)
-        mark = "found" if found(fault, everyone) else "NOT"
+        others = {layer: name for layer, name in everyone.items() if layer not in fault.layers}
+        first = everyone.get(fault.layers[0], Named("-", 0, ""))
+        missed += not is_found(fault, everyone)
+        outcome = "found" if is_found(fault, everyone) else "NOT"
         listed = ", ".join(
-            f"{layer} ({other.cause}{', follows' if other.root else ''})" for layer, other in also.items()
+            f"{layer} ({other.cause}{', follows' if other.root else ''})" for layer, other in others.items()
         )
         print(
-            row.format(mark, fault.name, fault.task, fault.layers[0], told.cause, told.at, listed).rstrip(), flush=True
+            row.format(outcome, fault.name, fault.task, fault.layers[0], first.cause, first.at, listed).rstrip(),
+            flush=True,
         )
     return missed
 
@@ -217,19 +218,19 @@ def print_healthy(data: Path, seeds: int) -> int:
     print(row.format("healthy task", "check", "ratio", "", "room"))
     alarms = 0
     for task in TASKS.values():
-        seen: dict[str, tuple[float, float, float]] = {}
+        ranges: dict[str, tuple[float, float, float]] = {}
         for seed in range(seeds):
             run = start(task, data, seed=seed)
             measurements, _ = train(run, task.steps, 1)
             everyone = named(measurements)
             alarms += bool(everyone)
-            for layer, told in everyone.items():
-                print(f"NAMED {task.name}, seed {seed}: {layer} at {told.at}: {told.sentence}")
-            for key, (low, high, room) in extremes(measurements[task.steps // 10 :]).items():
-                was = seen.get(key, (math.inf, 0.0, math.inf))
-                seen[key] = min(was[0], low), max(was[1], high), min(was[2], room)
-        for key, (low, high, room) in seen.items():
-            print(row.format(task.name, key, f"{low:.2g}", f"{high:.2g}", f"{room:.2f}"), flush=True)
+            for layer, name in everyone.items():
+                print(f"NAMED {task.name}, seed {seed}: {layer} at {name.at}: {name.sentence}")
+            for key, (low, high, margin) in extremes(measurements[task.steps // 10 :]).items():
+                previous = ranges.get(key, (math.inf, 0.0, math.inf))
+                ranges[key] = min(previous[0], low), max(previous[1], high), min(previous[2], margin)
+        for key, (low, high, margin) in ranges.items():
+            print(row.format(task.name, key, f"{low:.2g}", f"{high:.2g}", f"{margin:.2f}"), flush=True)
     return alarms
 
 

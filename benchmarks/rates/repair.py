@@ -61,10 +61,10 @@ def repairs(data: Path, narrow: bool) -> None:
         healthy = healthy_loss(fault.task, min(width, 512) if narrow else width, data)
         faulty, _ = final_loss(begin(fault, data, narrow=narrow), task.steps, 5, False)
         corrected, multipliers = final_loss(begin(fault, data, narrow=narrow), task.steps, 5, True)
-        said = ", ".join(f"{layer} {m:.2g}" for layer, m in multipliers.items())
-        mark = "" if fault.cause in REPAIRABLE else r" \*"
+        shown = ", ".join(f"{layer} {m:.2g}" for layer, m in multipliers.items())
+        footnote = "" if fault.cause in REPAIRABLE else r" \*"
         off = f"{corrected / healthy - 1:+.0%}"
-        cells = [f"{fault.name}{mark}", f"{healthy:.4f}", f"{faulty:.4f}", f"{corrected:.4f}", off, said]
+        cells = [f"{fault.name}{footnote}", f"{healthy:.4f}", f"{faulty:.4f}", f"{corrected:.4f}", off, shown]
         print("| " + " | ".join(cells) + " |", flush=True)
     print("\n\\* not in the learning rate of the layer that is named")
 

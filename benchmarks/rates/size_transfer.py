@@ -66,8 +66,8 @@ def table(losses: Losses, seeds: int) -> Sequence[str]:
             first = best if scale == tried[0] else first
             cells = [f"**{loss:.4g}**" if size == best else f"{loss:.4g}" for size, loss in means.items()]
             regret = means[first] / means[best] - 1
-            what = scale if scale.endswith(BLOCKS) else f"x {scale}"
-            lines.append(f"| {name} | {what} | {' | '.join(cells)} | {best:g} | {regret:.1%} |")
+            label = scale if scale.endswith(BLOCKS) else f"x {scale}"
+            lines.append(f"| {name} | {label} | {' | '.join(cells)} | {best:g} | {regret:.1%} |")
     return lines
 
 
@@ -87,14 +87,14 @@ def main() -> None:
         for seed in range(args.seeds)
     ]
     with mp.get_context("spawn").Pool(args.jobs, maxtasksperchild=20) as pool:
-        missing = [key for key in keys if key not in losses.found]
+        missing = [key for key in keys if key not in losses.by_key]
         for key, loss in tqdm(pool.imap_unordered(one, missing), total=len(missing), disable=None, unit="run"):
             losses.add(key, loss)
     lines = "\n".join(table(losses, args.seeds))
     print(lines)
     if args.write is not None:
-        before, _, rest = args.write.read_text().partition("<!-- sizes -->\n")
-        after = rest.partition("<!-- /sizes -->")[2]
+        before, _, tail = args.write.read_text().partition("<!-- sizes -->\n")
+        after = tail.partition("<!-- /sizes -->")[2]
         args.write.write_text(f"{before}<!-- sizes -->\n{lines}\n<!-- /sizes -->{after}")
 
 

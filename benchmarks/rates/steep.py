@@ -179,8 +179,8 @@ def quantized(seed: int, width: float) -> Run:
 
     def loss() -> Tensor:
         rows = x[torch.randint(len(x), (64,), generator=source)]
-        found, commitment = model(rows)
-        return mse_loss(found, rows) + commitment
+        output, commitment = model(rows)
+        return mse_loss(output, rows) + commitment
 
     return trained(model, loss, lambda: mse_loss(model(test)[0], test), 1e-3)
 

@@ -29,11 +29,11 @@ class Adding(nn.Module):
 
 
 def sums(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return sequences of numbers and marks (N, 40, 2), and sums of what is marked (N, 1)."""
-    numbers, marks = torch.rand(count, 40, generator=generator), torch.zeros(count, 40)
+    """Return sequences of numbers and flags (N, 40, 2), and sums of flagged numbers (N, 1)."""
+    numbers, flags = torch.rand(count, 40, generator=generator), torch.zeros(count, 40)
     for half in (0, 20):
-        marks.scatter_(1, torch.randint(half, half + 20, (count, 1), generator=generator), 1.0)
-    return torch.stack([numbers, marks], 2), (numbers * marks).sum(1, keepdim=True)
+        flags.scatter_(1, torch.randint(half, half + 20, (count, 1), generator=generator), 1.0)
+    return torch.stack([numbers, flags], 2), (numbers * flags).sum(1, keepdim=True)
 
 
 def adding(seed: int, width: float) -> Run:
@@ -81,9 +81,9 @@ class Equilibrium(nn.Module):
         self.inward, self.inner, self.head = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        given, h = self.inward(x), torch.zeros(len(x), self.inner.in_features)
+        injected, h = self.inward(x), torch.zeros(len(x), self.inner.in_features)
         for _ in range(30):
-            h = torch.tanh(given + self.inner(h))
+            h = torch.tanh(injected + self.inner(h))
         return self.head(h)
 
 
@@ -188,8 +188,8 @@ def operator(seed: int, width: float) -> Run:
         waves, end = 4 * torch.randn(count, 3, generator=generator), torch.rand(count, 1, generator=generator)
         heights = torch.randn(count, 3, generator=generator)
         values = (heights[:, None] * torch.cos(waves[:, None] * at[:, None])).sum(2)
-        whole = (heights * torch.sin(waves * end) / waves).sum(1)
-        return mse_loss((branch(values) * trunk(end)).sum(1), whole)
+        integral = (heights * torch.sin(waves * end) / waves).sum(1)
+        return mse_loss((branch(values) * trunk(end)).sum(1), integral)
 
     return trained(model, lambda: error(256, source), lambda: error(4000, torch.Generator().manual_seed(5)), 1e-3)
 

@@ -61,17 +61,17 @@ class Results:
 
     def mean(self, task: str, method: str, width: int, exponent: int, seeds: int) -> float:
         """Over seeds; nan if some are missing."""
-        found = [self.losses.get((task, method, width, exponent, seed), math.nan) for seed in range(seeds)]
-        return statistics.mean(found)
+        losses = [self.losses.get((task, method, width, exponent, seed), math.nan) for seed in range(seeds)]
+        return statistics.mean(losses)
 
     def best(self, task: str, method: str, width: int) -> tuple[int, float] | None:
         """Exponent and mean loss of the best learning rate."""
         by_exponent = defaultdict(list)
-        for (*where, exponent, _), loss in self.losses.items():
-            if where == [task, method, width]:
+        for (*run, exponent, _), loss in self.losses.items():
+            if run == [task, method, width]:
                 by_exponent[exponent].append(loss)
         most = max(map(len, by_exponent.values()), default=0)
-        means = {e: statistics.mean(found) for e, found in by_exponent.items() if len(found) == most}
+        means = {e: statistics.mean(losses) for e, losses in by_exponent.items() if len(losses) == most}
         return min(means.items(), key=lambda item: item[1]) if means else None
 
 
@@ -103,10 +103,10 @@ def table(results: Results) -> list[str]:
     lines = ["| task | method | " + "width: best learning rate, loss |" * 3 + " moved by |", "|---" * 6 + "|"]
     for task, spec in TASKS.items():
         for method in spec.start:
-            found = {width: results.best(task, method, width) for width in spec.widths}
-            if any(found.values()):
-                cells = [f"{w}: 2^{b[0]}, {b[1]:.3f}" if b else f"{w}: -" for w, b in found.items()]
-                exponents = [b[0] for b in found.values() if b]
+            best_by_width = {width: results.best(task, method, width) for width in spec.widths}
+            if any(best_by_width.values()):
+                cells = [f"{w}: 2^{b[0]}, {b[1]:.3f}" if b else f"{w}: -" for w, b in best_by_width.items()]
+                exponents = [b[0] for b in best_by_width.values() if b]
                 lines.append(f"| {task} | {method} | {' | '.join(cells)} | {2 ** (max(exponents) - min(exponents))} |")
     return lines
 
@@ -119,8 +119,8 @@ def plot(results: Results, path: Path) -> None:
     rows = [task for task in TASKS if any(key[0] == task for key in results.losses)]
     figure, axes = plt.subplots(len(rows), 3, figsize=(11, 2.6 * len(rows)), squeeze=False, layout="constrained")
     for row, task in zip(axes, rows, strict=True):
-        found = [results.best(task, method, width) for method in columns for width in TASKS[task].widths]
-        best = [loss for _, loss in filter(None, found)]
+        optima = [results.best(task, method, width) for method in columns for width in TASKS[task].widths]
+        best = [loss for _, loss in filter(None, optima)]
         for axis, method in zip(row, columns, strict=True):
             axis.set_title(f"{task}: {method}", fontsize=9)
             for shade, width in zip((0.35, 0.65, 0.95), TASKS[task].widths, strict=True):
@@ -148,8 +148,8 @@ def report(results: Results) -> None:
     page = DOCS / "transfer.md"
     lines = "\n".join(table(results))
     if page.exists():
-        before, _, rest = page.read_text().partition("<!-- table -->\n")
-        _, _, after = rest.partition("<!-- /table -->")
+        before, _, tail = page.read_text().partition("<!-- table -->\n")
+        _, _, after = tail.partition("<!-- /table -->")
         page.write_text(f"{before}<!-- table -->\n{lines}\n<!-- /table -->{after}")
     plot(results, DOCS / "transfer.png")
     print(lines)

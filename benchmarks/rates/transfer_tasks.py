@@ -82,8 +82,8 @@ def images(data: str) -> tuple[Tensor, Tensor]:
     else:
         from sklearn.datasets import load_digits
 
-        found, labels = map(torch.tensor, load_digits(return_X_y=True))
-        pixels, labels = found.float().view(-1, 1, 8, 8), labels.long()
+        digits, labels = map(torch.tensor, load_digits(return_X_y=True))
+        pixels, labels = digits.float().view(-1, 1, 8, 8), labels.long()
     return (pixels - pixels.mean()) / pixels.std(), labels
 
 

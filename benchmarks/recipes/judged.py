@@ -11,8 +11,8 @@ from spectral_monitor.condition import NETWORK, Judge, SpectralCondition, Verdic
 
 
 @dataclass(frozen=True)
-class Told:
-    """A root as a user is told of it: at its first step, in its latest words.
+class ReportedRoot:
+    """A root as it is reported: at its first step, in its latest words.
 
     Attributes:
         step: at which it began.
@@ -27,22 +27,22 @@ class Told:
     last: Verdict
 
 
-def judged(record: Record, condition: SpectralCondition | None = None) -> list[Told]:
+def judged(record: Record, condition: SpectralCondition | None = None) -> list[ReportedRoot]:
     """Return every root of a run, in the order in which they began."""
     judge = Judge(condition or SpectralCondition(), record.tied)
-    found: dict[tuple[str, str], Told] = {}
+    roots: dict[tuple[str, str], ReportedRoot] = {}
     for at, (measurement, settings) in enumerate(zip(record.measurements, record.settings, strict=True), 1):
         for verdict in judge.judge(measurement, settings):
             if verdict.is_root:
                 key = (verdict.layer, verdict.cause)
-                first = found.get(key, Told(measurement.step, at, verdict, verdict))
-                found[key] = Told(first.step, first.at, first.verdict, verdict)
-    return list(found.values())
+                first = roots.get(key, ReportedRoot(measurement.step, at, verdict, verdict))
+                roots[key] = ReportedRoot(first.step, first.at, first.verdict, verdict)
+    return list(roots.values())
 
 
-def right(fault: Fault, told: list[Told]) -> Told | None:
+def right(fault: Fault, roots: list[ReportedRoot]) -> ReportedRoot | None:
     """Return the first root that names a right cause, of a right layer where layers are to blame."""
-    return next((one for one in told if names(fault, one.last) or names(fault, one.verdict)), None)
+    return next((root for root in roots if names(fault, root.last) or names(fault, root.verdict)), None)
 
 
 def names(fault: Fault, verdict: Verdict) -> bool:

@@ -12,7 +12,7 @@ from scipy.stats import beta
 from tqdm import tqdm
 
 from benchmarks.recipes.advice import change, follow
-from benchmarks.recipes.judged import Told, judged, right
+from benchmarks.recipes.judged import ReportedRoot, judged, right
 from benchmarks.recipes.recipe import Fault, Half, Recipe
 from benchmarks.recipes.records import faulty, healthy, recorded, suite
 from benchmarks.recipes.run import Record
@@ -35,7 +35,7 @@ class Healthy:
     recipe: Recipe
     seed: int
     record: Record
-    told: Sequence[Told]
+    roots: Sequence[ReportedRoot]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Faulty:
 
     Attributes:
         cost: loss at the end relative to the healthy run's, minus 1.
-        found: the first root with a right cause; ``None`` if there is none.
+        right_root: the first root with a right cause; ``None`` if there is none.
         advised: loss with the advice of the first root followed, relative to that without, minus 1; NaN without advice;
             where it made things worse, the mean of five seeds.
     """
@@ -52,8 +52,8 @@ class Faulty:
     fault: Fault
     record: Record
     cost: float
-    told: Sequence[Told]
-    found: Told | None
+    roots: Sequence[ReportedRoot]
+    right_root: ReportedRoot | None
     advised: float
 
     @property
@@ -65,44 +65,52 @@ class Faulty:
 def healthy_runs(half: Half, folder: Path) -> list[Healthy]:
     """Return every healthy run of a half, trained unless the folder has its record."""
     recipes, _ = suite(half)
-    found = []
+    runs = []
     for recipe, seed in tqdm([(r, s) for r in recipes for s in SEEDS], desc=f"healthy, {half}", unit="run"):
         record = recorded(folder, f"healthy/{recipe.name}/{seed}", lambda r=recipe, s=seed: healthy(r, s))
-        found.append(Healthy(recipe, seed, record, judged(record)))
-    return found
+        runs.append(Healthy(recipe, seed, record, judged(record)))
+    return runs
 
 
 def faulty_runs(half: Half, folder: Path, base: Sequence[Healthy]) -> list[Faulty]:
     """Return every faulty run of a half, its advice followed in a run of its own."""
     recipes, faults = suite(half)
     ends = {run.recipe.name: run.record for run in base if run.seed == SEEDS[0]}
-    found = []
+    runs = []
     for fault in tqdm(faults, desc=f"faults, {half}", unit="fault"):
         key = f"fault/{fault.recipe}--{fault.name}"
         record = recorded(folder, key, lambda f=fault: faulty(f, recipes, SEEDS[0]))
         condition = SpectralCondition()
         if fault.width != 1:  # a narrow run's profile is what tells of width
             condition = SpectralCondition(reference=_profile(folder, fault.recipe, ends[fault.recipe]))
-        told = judged(record, condition)
+        roots = judged(record, condition)
         cost = change(ends[fault.recipe].end, record.end)
-        advised = _advised(folder, key, told[0], fault, recipes, record) if told else math.nan
+        advised = _advised(folder, key, roots[0], fault, recipes, record) if roots else math.nan
         if advised > WORSE:  # by chance? Then other seeds will not have it
             others = [recorded(folder, f"{key}--{s}", lambda f=fault, s=s: faulty(f, recipes, s)) for s in MORE]
-            repeated = [_advised(folder, key, told[0], fault, recipes, r, s) for r, s in zip(others, MORE, strict=True)]
+            repeated = [
+                _advised(folder, key, roots[0], fault, recipes, r, s) for r, s in zip(others, MORE, strict=True)
+            ]
             advised = fmean([advised, *repeated])
-        found.append(Faulty(fault, record, cost, told, right(fault, list(told)), advised))
-    return found
+        runs.append(Faulty(fault, record, cost, roots, right(fault, list(roots)), advised))
+    return runs
 
 
 def _advised(
-    folder: Path, key: str, told: Told, fault: Fault, recipes: Iterable[Recipe], record: Record, seed: int = SEEDS[0]
+    folder: Path,
+    key: str,
+    root: ReportedRoot,
+    fault: Fault,
+    recipes: Iterable[Recipe],
+    record: Record,
+    seed: int = SEEDS[0],
 ) -> float:
     """Return how the loss changes where the first root's advice is followed; NaN if it gives none."""
     run = faulty(fault, recipes, seed)
-    if not follow(told.verdict, fault, run):
+    if not follow(root.verdict, fault, run):
         return math.nan
-    remedy = told.verdict.remedy
-    key = f"{key}--{told.verdict.cause}--{remedy.action if remedy else ''}--{remedy.value if remedy else 0:.3g}"
+    remedy = root.verdict.remedy
+    key = f"{key}--{root.verdict.cause}--{remedy.action if remedy else ''}--{remedy.value if remedy else 0:.3g}"
     key += "--spared" if remedy is not None and remedy.spared else ""
     key += f"--{seed}" if seed != SEEDS[0] else ""
     return change(record.end, recorded(folder, key, lambda: run).end)
@@ -135,31 +143,33 @@ class Share:
 def shares(base: Sequence[Healthy], runs: Sequence[Faulty]) -> Iterator[Share]:
     """Yield the figures that the suite is judged by."""
     names = sorted({run.recipe.name for run in base})
-    flagged = {run.recipe.name for run in base if run.told}
+    flagged = {run.recipe.name for run in base if run.roots}
     meant = {run.recipe.name for run in base if run.recipe.deliberate}
     yield Share("healthy recipes flagged", len(flagged - meant), len(names), "at most 1 in 20")
     single = [run for run in runs if run.fault.factor]
     for low, high, goal in ((10, 10, "80 %"), (30, 30, "95 %"), (100, 100, "all"), (3, 3, "-")):
         for up in (True, False):
-            some = [run for run in single if _is(run.fault.factor, low, high, up)]
-            if some:
+            group = [run for run in single if _is(run.fault.factor, low, high, up)]
+            if group:
                 sign = "x" if up else "/"
-                yield Share(f"one layer's rate {sign}{low} found", sum(bool(r.told) for r in some), len(some), goal)
+                yield Share(f"one layer's rate {sign}{low} found", sum(bool(r.roots) for r in group), len(group), goal)
     ruins, costs = ([run for run in runs if run.kind == kind] for kind in ("ruins", "costs"))
-    yield Share("faults that ruin the run found", sum(bool(run.told) for run in ruins), len(ruins), "85 %")
-    yield Share("faults that cost 3 to 10 % found", sum(bool(run.told) for run in costs), len(costs), "50 %")
-    named = [run for run in runs if run.told and run.fault.causes != ("unknown",)]
-    yield Share("of those found, with a right cause", sum(run.found is not None for run in named), len(named), "80 %")
+    yield Share("faults that ruin the run found", sum(bool(run.roots) for run in ruins), len(ruins), "85 %")
+    yield Share("faults that cost 3 to 10 % found", sum(bool(run.roots) for run in costs), len(costs), "50 %")
+    named = [run for run in runs if run.roots and run.fault.causes != ("unknown",)]
+    yield Share(
+        "of those found, with a right cause", sum(run.right_root is not None for run in named), len(named), "80 %"
+    )
     advised = [run for run in runs if not math.isnan(run.advised)]
     yield Share("advice followed that made it worse", sum(r.advised > WORSE for r in advised), len(advised), "0")
     dead = [run for run in runs if _diverges(run.record) is not None]
-    in_time = [run for run in dead if any(told.at <= (_diverges(run.record) or 0) for told in run.told)]
+    in_time = [run for run in dead if any(root.at <= (_diverges(run.record) or 0) for root in run.roots)]
     yield Share("divergence told when it shows or before", len(in_time), len(dead), "all")
 
 
 def first_words(runs: Sequence[Faulty]) -> list[int]:
     """Return the step of the first verdict of every fault that was found."""
-    return sorted(run.told[0].step for run in runs if run.told)
+    return sorted(run.roots[0].step for run in runs if run.roots)
 
 
 def _is(factor: float, low: float, high: float, up: bool) -> bool:
@@ -172,7 +182,7 @@ def _diverges(record: Record) -> int | None:
     for at, measurement in enumerate(record.measurements, 1):
         matrices = [i for i, info in enumerate(measurement.layers) if info.role != "vector"]
         for key in ("update_fro", "weight_fro"):
-            why = [measurement.why(key, measurement.layers[i].name) for i in matrices]
-            if measurement.values[key][matrices].isinf().any() or any("NaN or inf" in text for text in why):
+            reasons = [measurement.why(key, measurement.layers[i].name) for i in matrices]
+            if measurement.values[key][matrices].isinf().any() or any("NaN or inf" in text for text in reasons):
                 return at
     return None

@@ -67,7 +67,7 @@ def page(half: Half, base: Sequence[Healthy], runs: Sequence[Faulty], width: str
         *(_flagged(base) or ["None."]),
         "\n## Faults that were missed or misread\n",
         "| fault | recipe | loss | first verdict |\n|---|---|---|---|",
-        *(_fault(run) for run in runs if run.found is None),
+        *(_fault(run) for run in runs if run.right_root is None),
         "\n## Advice that made it worse\n",
         *([_advice(run) for run in runs if run.advised > WORSE] or ["None."]),
         f"\n## Width\n\nA narrow run's profile, and the same network 8 times wider.\n\n{width}" if width else "",
@@ -83,29 +83,29 @@ def _flagged(base: Sequence[Healthy]) -> list[str]:
     return [
         f"* {run.recipe.name}, seed {run.seed}"
         + (f" (deliberate: {run.recipe.deliberate})" if run.recipe.deliberate else "")
-        + f": {told.verdict.layer} at step {told.step}: {told.verdict.sentence}"
+        + f": {root.verdict.layer} at step {root.step}: {root.verdict.sentence}"
         for run in base
-        for told in run.told[:2]
+        for root in run.roots[:2]
     ]
 
 
 def _fault(run: Faulty) -> str:
-    first = run.told[0] if run.told else None
-    said = f"step {first.step}, {first.verdict.layer}: `{first.verdict.cause}`" if first else "nothing"
-    return f"| {run.fault.name} | {run.fault.recipe} | {_change(run.cost)} | {said} |"
+    first = run.roots[0] if run.roots else None
+    diagnosis = f"step {first.step}, {first.verdict.layer}: `{first.verdict.cause}`" if first else "nothing"
+    return f"| {run.fault.name} | {run.fault.recipe} | {_change(run.cost)} | {diagnosis} |"
 
 
 def _advice(run: Faulty) -> str:
-    return f"* {run.fault.name}, {run.fault.recipe}: {_change(run.advised)} ({run.told[0].verdict.sentence})"
+    return f"* {run.fault.name}, {run.fault.recipe}: {_change(run.advised)} ({run.roots[0].verdict.sentence})"
 
 
 def _row(run: Faulty) -> str:
-    mark = "**" if run.cost > RUINS else ""
-    told = run.found or (run.told[0] if run.told else None)
-    at = str(told.step) if told else "-"
-    cause = "-" if told is None else f"`{told.verdict.cause}`" + ("" if run.found else " (wrong)")
+    bold = "**" if run.cost > RUINS else ""
+    root = run.right_root or (run.roots[0] if run.roots else None)
+    at = str(root.step) if root else "-"
+    cause = "-" if root is None else f"`{root.verdict.cause}`" + ("" if run.right_root else " (wrong)")
     advised = "-" if math.isnan(run.advised) else _change(run.advised)
-    return f"| {run.fault.name} | {run.fault.recipe} | {mark}{_change(run.cost)}{mark} | {at} | {cause} | {advised} |"
+    return f"| {run.fault.name} | {run.fault.recipe} | {bold}{_change(run.cost)}{bold} | {at} | {cause} | {advised} |"
 
 
 def _change(share: float) -> str:

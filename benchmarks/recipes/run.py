@@ -30,9 +30,9 @@ def batches(seed: int) -> torch.Generator:
 
 
 def _taken() -> list[torch.Generator]:
-    found = list(_made)
+    generators = list(_made)
     _made.clear()
-    return found
+    return generators
 
 
 @dataclass
@@ -74,10 +74,10 @@ class Run:
         Raises:
             ValueError: there are none.
         """
-        found = [(name, p) for name, p in self.model.named_parameters() if fnmatchcase(name, pattern)]
-        if not found:
+        matches = [(name, p) for name, p in self.model.named_parameters() if fnmatchcase(name, pattern)]
+        if not matches:
             raise ValueError(f"no parameter matches {pattern!r}: {[n for n, _ in self.model.named_parameters()]}")
-        return found
+        return matches
 
     def scale_rate(self, pattern: str, factor: float) -> None:
         """Multiply the learning rate of some parameters, each former group's in a new group of its own."""

@@ -76,8 +76,8 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        places = self.places(torch.arange(x.shape[1]))
-        return self.head(self.norm(self.blocks(self.tokens(x) + places)))
+        positions = self.places(torch.arange(x.shape[1]))
+        return self.head(self.norm(self.blocks(self.tokens(x) + positions)))
 
 
 class Residual(nn.Module):
@@ -164,14 +164,14 @@ class Watched:
     loss: float
 
     def compared(self, profile: Profile) -> list[WidthComparison]:
-        found = (compare_widths(profile, measurement, self.settings) for measurement in self.measurements)
-        return [comparison for comparison in found if comparison is not None]
+        comparisons = (compare_widths(profile, measurement, self.settings) for measurement in self.measurements)
+        return [comparison for comparison in comparisons if comparison is not None]
 
     def first(self, profile: Profile) -> WidthFinding | None:
         """Return the first finding of the run."""
         compared = self.compared(profile)
-        found = (find_width(compared[: i + 1]) for i in range(len(compared)))
-        return next((finding for finding in found if finding is not None), None)
+        findings = (find_width(compared[: i + 1]) for i in range(len(compared)))
+        return next((finding for finding in findings if finding is not None), None)
 
 
 def watch(run: Run) -> Watched:
@@ -243,9 +243,9 @@ def study(task: Task, tuned: int, other: int) -> Result:
 
 
 def row(result: Result) -> str:
-    found = result.wide
-    named = "-" if found is None else f"{found.measurements}: / {found.divisor:.2f}"
-    ratios = ["  ".join(f"{ratio:5.2f}" for ratio in some) for some in (result.ratios, result.advised_ratios)]
+    finding = result.wide
+    named = "-" if finding is None else f"{finding.measurements}: / {finding.divisor:.2f}"
+    ratios = ["  ".join(f"{ratio:5.2f}" for ratio in values) for values in (result.ratios, result.advised_ratios)]
     losses = "  ".join(f"{loss:.3f}" for loss in result.losses)
     first = f"{result.task:20} {named:12} {result.false}  {losses:24} {ratios[0]}"
     return f"{first}\n{'at the advised rate':61} {ratios[1]}"
@@ -264,8 +264,8 @@ def markdown(results: Sequence[Result]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for result in results:
-        found = result.wide
-        named = "| - | -" if found is None else f"| {found.measurements} | {found.divisor:.2f}"
+        finding = result.wide
+        named = "| - | -" if finding is None else f"| {finding.measurements} | {finding.divisor:.2f}"
         new = "" if result.task in FOUND_ON else " (no part in the rule)"
         losses = " | ".join(f"{loss:.3f}" for loss in result.losses)
         lines.append(f"| {result.task}{new} {named} | {losses} |")
@@ -292,10 +292,10 @@ def main() -> None:
         results = [study(task, tuned, other) for task in chosen]
         print("\n".join(map(row, results)))
         for group in (FOUND_ON, tuple(task.name for task in TASKS if task.name not in FOUND_ON)):
-            some = [result for result in results if result.task in group]
-            if some:
-                named, false = sum(result.named for result in some), sum(result.false for result in some)
-                print(f"named by measurement {BY}: {named} of {len(some)}; false: {false} of {3 * len(some)}")
+            members = [result for result in results if result.task in group]
+            if members:
+                named, false = sum(result.named for result in members), sum(result.false for result in members)
+                print(f"named by measurement {BY}: {named} of {len(members)}; false: {false} of {3 * len(members)}")
         print()
 
 

@@ -62,6 +62,6 @@ def on_post_build(config: Any) -> None:
     """
     for path in sorted(Path(config["site_dir"]).rglob("*")):
         if path.suffix in (".html", ".css"):
-            found = LOADED.search(path.read_text())
-            if found:
-                raise PluginError(f"{path.relative_to(config['site_dir'])} loads from the network: {found.group()}")
+            loaded = LOADED.search(path.read_text())
+            if loaded:
+                raise PluginError(f"{path.relative_to(config['site_dir'])} loads from the network: {loaded.group()}")

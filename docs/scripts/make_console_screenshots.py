@@ -45,13 +45,13 @@ def on_a_terminal(program: str, folder: Path) -> str:
     command = [sys.executable, "-c", program]
     process = subprocess.Popen(command, stdout=follower, stderr=follower, cwd=folder, env=env)
     os.close(follower)
-    seen = b""
+    output = b""
     with suppress(OSError):  # the other end is closed
-        while some := os.read(leader, 65536):
-            seen += some
+        while chunk := os.read(leader, 65536):
+            output += chunk
     os.close(leader)
     process.wait()
-    return seen.decode().replace("\r\n", "\n")
+    return output.decode().replace("\r\n", "\n")
 
 
 def as_page(text: str, target: Path) -> Path:

@@ -88,11 +88,13 @@ def board(folder: Path) -> None:
 
 def main() -> None:
     warnings.simplefilter("ignore", SpectralConditionWarning)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "runs" / RUN
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "runs" / RUN
         train(folder)
-        write_report(read_run(folder / "spectral_monitor.jsonl"), Path(place) / "page.html", limit=read_limit(folder))
-        screenshot(Path(place) / "page.html", IMAGES / "limit_page.png", 1280, 1500)
+        write_report(
+            read_run(folder / "spectral_monitor.jsonl"), Path(temporary) / "page.html", limit=read_limit(folder)
+        )
+        screenshot(Path(temporary) / "page.html", IMAGES / "limit_page.png", 1280, 1500)
         board(folder)
 
 

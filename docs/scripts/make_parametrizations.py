@@ -234,10 +234,10 @@ def rules(name: str, p: Parametrization, about: str) -> str:
 
 
 def row(name: str, exponents) -> str:
-    found = exponents.classify()
+    kind = exponents.classify()
     a, b = (", ".join(map(str, e)) for e in (exponents.a, exponents.b))
-    end = f"{found.limit or '-'} | n^{found.output_at_start}" if found.output_at_start else f"{found.limit or '-'} | 1"
-    return f"| {name} | {a} | {b} | {exponents.c} | {found.r} | {found.regime} | {end} |"
+    end = f"{kind.limit or '-'} | n^{kind.output_at_start}" if kind.output_at_start else f"{kind.limit or '-'} | 1"
+    return f"| {name} | {a} | {b} | {exponents.c} | {kind.r} | {kind.regime} | {end} |"
 
 
 def text() -> str:

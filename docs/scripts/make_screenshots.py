@@ -37,11 +37,11 @@ from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.heatmap import heatmap
 
-HERE = Path(__file__).parents[1]
-sys.path.append(str(HERE.parent / "examples"))
+DOCS = Path(__file__).parents[1]
+sys.path.append(str(DOCS.parent / "examples"))
 from quickstart import Digits, loaders  # noqa: E402
 
-TARGET = HERE / "img"
+TARGET = DOCS / "img"
 RUNS = {"watched": "warn", "corrected": "correct"}
 """Name of a run -> mode of the monitor."""
 DEEP = {"healthy": (), "one layer, 100 times": ("transformer.h.7.mlp.c_fc",)}
@@ -120,13 +120,13 @@ def tensorboard(
     command = [str(Path(sys.executable).with_name("tensorboard")), "--logdir", logdir.name, "--host", "127.0.0.1"]
     address = f"http://127.0.0.1:{port}"
     command += ["--port", str(port)]
-    with tempfile.TemporaryFile() as said, subprocess.Popen(command, cwd=logdir.parent, stderr=said) as server:
+    with tempfile.TemporaryFile() as errors, subprocess.Popen(command, cwd=logdir.parent, stderr=errors) as server:
         try:
             end = time.monotonic() + deadline
             while not ready(address, steps, names):
                 if time.monotonic() > end or server.poll() is not None:
-                    said.seek(0)
-                    raise TimeoutError(f"TensorBoard has not shown the runs: {said.read().decode()}")
+                    errors.seek(0)
+                    raise TimeoutError(f"TensorBoard has not shown the runs: {errors.read().decode()}")
                 time.sleep(0.1)
             yield address
         finally:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,19 @@ from spectral_monitor.linalg import spectral_estimate
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.parametrization.init import largest_row, refuse_spread
 from spectral_monitor.quantities import QUANTITIES, Readings
+from spectral_monitor.reporting.text.lines import Column, Table
+from spectral_monitor.reporting.text.notebook import html_table
 from spectral_monitor.reporting.text.roles import Roles
+from spectral_monitor.reporting.text.table import number
 
-if TYPE_CHECKING:
-    from spectral_monitor.reporting.text.lines import Table
-
-MEASURED = ("weight_norm", "weight_natural", "weight_fro", "weight_stable_rank")
+MEASURED_KEYS = ("weight_norm", "weight_natural", "weight_fro", "weight_stable_rank")
 
 
 class Inspection:
     """The result of :func:`inspect`; it prints as a table.
 
     Attributes:
-        roles: every layer with its role, and what is not measured and why.
+        roles: every layer with its role, and the reason for each part that is not measured.
         measurement: the numbers, as a measurement at step 0: ``weight_norm``, ``weight_natural``, ``weight_fro`` and
             ``weight_stable_rank``.
     """
@@ -65,30 +65,25 @@ class Inspection:
 
     def rows(self, layers: Collection[str] | None = None) -> Table:
         """Return a row for each matrix, of some layers or of all."""
-        from spectral_monitor.reporting.text.lines import Column
-        from spectral_monitor.reporting.text.table import number
-
-        m, whole = self.measurement, self.roles.table()
-        places = [i for i, info in enumerate(m.layers) if info.is_matrix]
+        m, role_table = self.measurement, self.roles.table()
+        matrices = [i for i, info in enumerate(m.layers) if info.is_matrix]
         titles = {"largest sv": "weight_norm", "|W|": "weight_natural", "srank W": "weight_stable_rank"}
-        numbers = [Column(title, tuple(map(number, m.values[key][places].tolist()))) for title, key in titles.items()]
-        numbers.append(Column("of", tuple(str(_full_rank(m.layers[i])) for i in places)))
-        columns = [*whole.columns[:3], *numbers, *whole.columns[3:]]
-        kept = [k for k, i in enumerate(places) if layers is None or m.layers[i].name in layers]
-        columns = [replace(column, cells=tuple(column.cells[k] for k in kept)) for column in columns]
+        numbers = [Column(title, tuple(map(number, m.values[key][matrices].tolist()))) for title, key in titles.items()]
+        numbers.append(Column("of", tuple(str(_full_rank(m.layers[i])) for i in matrices)))
+        columns = [*role_table.columns[:3], *numbers, *role_table.columns[3:]]
+        rows = [k for k, i in enumerate(matrices) if layers is None or m.layers[i].name in layers]
+        columns = [replace(column, cells=tuple(column.cells[k] for k in rows)) for column in columns]
         foot = (
             "largest sv: largest singular value; |W|: largest RMS out for RMS 1 in, of order 1 at any width",
             "srank W: directions that the weight stretches alike, of so many",
-            *whole.foot,
+            *role_table.foot,
         )
-        return replace(whole, columns=tuple(columns) if places else (), foot=foot)
+        return replace(role_table, columns=tuple(columns) if matrices else (), foot=foot)
 
     def __repr__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        from spectral_monitor.reporting.text.notebook import html_table
-
         return html_table(self.rows())
 
 
@@ -100,11 +95,11 @@ def inspect(
     Args:
         model: a module; or a ``state_dict``; or the path of a Lightning checkpoint, of a ``state_dict`` that
             ``torch.save`` has written, or of a ``.safetensors`` file. Without a module, roles are guessed from names
-            and shapes; a matrix is (out, in), unless a bias says that its inputs come first.
+            and shapes; a matrix is (out, in), unless a bias shows that its inputs come first.
         roles: pattern -> role, where a guess is wrong.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the model is something else.
         ValueError: nothing in it can be measured, a pattern matches nothing, or the file holds more than tensors.
         OSError: the file cannot be read.
         ImportError: safetensors is not installed.
@@ -113,8 +108,8 @@ def inspect(
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> _ = nn.init.eye_(model[0].weight)
-        >>> found = inspect(model)
-        >>> found["0"]["weight_natural"], found["0"]["weight_stable_rank"], found.roles["2"]
+        >>> inspection = inspect(model)
+        >>> inspection["0"]["weight_natural"], inspection["0"]["weight_stable_rank"], inspection.roles["2"]
         (1.0, 4.0, 'readout')
     """
     if isinstance(model, nn.Module):
@@ -127,8 +122,8 @@ def inspect(
         raise TypeError(f"inspect takes a module, a state_dict or the path of a checkpoint, got {type(model).__name__}")
     anatomy = dissect(root, roles=roles)
     refuse_spread(anatomy.layers, ": inspect the model before it is sharded, or a checkpoint")
-    found = [_measured(layer) for layer in anatomy.layers]
-    values = {key: torch.tensor([row[key] for row in found]) for key in MEASURED}
+    rows = [_measured(layer) for layer in anatomy.layers]
+    values = {key: torch.tensor([row[key] for row in rows]) for key in MEASURED_KEYS}
     return Inspection(Roles.of(anatomy), Measurement(0, anatomy.infos, values, {}))
 
 
@@ -142,11 +137,11 @@ def _measured(layer: Layer) -> dict[str, float]:
     """Return the numbers of a layer, by the formulas of a measured step."""
     weight = layer.weight()
     if weight.is_meta:
-        return dict.fromkeys(MEASURED, math.nan)
+        return dict.fromkeys(MEASURED_KEYS, math.nan)
     stack = layer.layout.stack(weight).flatten(0, 1)  # (taps * blocks, fan_out, fan_in)
     estimate = spectral_estimate(stack)
     raw = {"W.sigma": estimate.sigma, "W.fro": estimate.fro}
     if layer.info.role == "embedding":
         raw["W.row"] = torch.tensor([largest_row(layer, weight)])
     readings = Readings(raw, layer.info.role, layer.layout.fan_in, layer.layout.fan_outs)
-    return {key: QUANTITIES[key].value(readings) for key in MEASURED}
+    return {key: QUANTITIES[key].value(readings) for key in MEASURED_KEYS}

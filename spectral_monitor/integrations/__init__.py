@@ -1,1 +1,1 @@
-"""The monitor in other packages' training loops; each module needs the package it is named after."""
+"""Callbacks for other packages' training loops; each module needs the package that it is named after."""

@@ -31,7 +31,7 @@ except ImportError as error:
     ) from error
 
 SUPPORTED = "one process, DDP (torchrun) or FSDP"
-OWN = ("model", "optimizer", "every_n_steps", "sinks", "max_overhead", "verbose")
+SET_BY_CALLBACK = ("model", "optimizer", "every_n_steps", "sinks", "max_overhead", "verbose")
 """Arguments of the probe that the callback sets itself."""
 
 
@@ -43,28 +43,28 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
     last micro-batch. Under DDP and FSDP numbers are those of one process with the whole batch.
 
     Measurements go to ``spectral_monitor.jsonl`` in the Trainer's ``output_dir``, which ``spectral-monitor report``
-    reads, and to ``sinks``. Checkpoints hold what it takes to go on: a small file in their folder, and in
-    ``output_dir/_spectral_monitor``, which is not pushed to the Hub, the weights drift is counted from and the batch
-    ``feature_drift`` is measured on: your data, as the model saw it. Keep that folder with the checkpoints.
+    reads, and to ``sinks``. To resume, every checkpoint folder has a small file, and ``output_dir/_spectral_monitor``,
+    which is not pushed to the Hub, has the weights from which drift is counted and the batch on which
+    ``feature_drift`` is measured: your data, as the model saw it. Keep that folder with the checkpoints.
 
-    The Trainer tells callbacks nothing of exceptions. If you go on with the model after one, call :meth:`abandon`.
+    The Trainer does not report exceptions to callbacks. If you use the model after one, call :meth:`abandon`.
 
     Args:
         every_n_steps: as for :class:`~spectral_monitor.SpectralMonitor`.
-        sinks: what else is given every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`.
+        sinks: others that receive every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`.
         max_overhead: as for :class:`~spectral_monitor.SpectralMonitor`.
-        verbose: what is printed besides warnings: 0 nothing; 1 what was found in the model and the last table, in
-            which equal places of the blocks share a row; 2 both with a row for every matrix.
-        resume_from: folder of the checkpoint that training resumes from, where that is not in ``output_dir``.
-        options: whatever :class:`~spectral_monitor.SpectralProbe` takes besides.
+        verbose: output besides warnings: 0 none; 1 the layers of the model and the last table, in which the same layer
+            of all blocks shares a row; 2 both with a row for every matrix.
+        resume_from: folder of the checkpoint from which training resumes, if it is not in ``output_dir``.
+        options: further arguments of :class:`~spectral_monitor.SpectralProbe`.
 
     Attributes:
         probe: of the present or last training; ``None`` before the first.
 
     Raises:
         TypeError: an option that the probe does not have.
-        ValueError: an argument out of range; when training begins, before its first step, what the probe refuses, and
-            ways of training that are not supported.
+        ValueError: an argument out of range; when training begins, also errors of the probe, and a way of training
+            that is not supported.
 
     Example:
         >>> callback = SpectralCallback(quantities="light")  # doctest: +SKIP
@@ -83,10 +83,10 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
     ) -> None:
         if verbose not in (0, 1, 2):
             raise ValueError(f"verbose must be 0, 1 or 2, got {verbose!r}")
-        known = [name for name in inspect.signature(SpectralProbe.__init__).parameters if name not in ("self", *OWN)]
+        allowed = [name for name in inspect.signature(SpectralProbe).parameters if name not in SET_BY_CALLBACK]
         for name in options:
-            if name not in known:
-                raise TypeError(f"SpectralCallback: {unknown('option', name, known)}")
+            if name not in allowed:
+                raise TypeError(f"SpectralCallback: {unknown('option', name, allowed)}")
         self.verbose = int(verbose)
         self.probe: SpectralProbe | None = None
         self._options = {**options, "every_n_steps": every_n_steps, "max_overhead": max_overhead}
@@ -111,8 +111,8 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         trial = state.trial_name if state.is_hyper_param_search else None
         self._folder = folder = Path(args.output_dir or ".") / (trial or "")
         model, optimizer = kwargs["model"], kwargs["optimizer"]  # as accelerate has wrapped them
-        about = {"model": type(model).__name__, "optimizer": args.optim if isinstance(args.optim, str) else ""}
-        file = JSONLinesSink(folder / run_file_name(1), {key: value for key, value in about.items() if value})
+        run_info = {"model": type(model).__name__} | ({"optimizer": args.optim} if isinstance(args.optim, str) else {})
+        file = JSONLinesSink(folder / run_file_name(1), run_info)
         self.probe = probe = SpectralProbe(
             model, optimizer, sinks=[file, *self._sinks], verbose=self.verbose > 0, **self._options
         )
@@ -122,13 +122,13 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
                 "SpectralCallback sees no features in a model that the Trainer compiles (torch_compile=True): choose "
                 "quantities='light', or compile the model's blocks yourself"
             )
-        with suppress(ValueError):  # a schedule that depends on a metric, say, cannot be run ahead
+        with suppress(ValueError):  # some schedules cannot be run ahead, such as those that depend on a metric
             scheduler: Any = kwargs.get("lr_scheduler")
             probe.report_schedule(getattr(scheduler, "scheduler", scheduler), state.max_steps - state.global_step - 1)
         self._files = ResumeFiles(folder, probe, self._warn)
         if state.global_step:
-            beside = folder / f"checkpoint-{state.global_step}"  # the Trainer does not say where it resumes from
-            self._files.load(self._resume_from or beside, state.global_step)
+            expected = folder / f"checkpoint-{state.global_step}"  # the Trainer does not say where it resumes from
+            self._files.load(self._resume_from or expected, state.global_step)
         self._show(rendered(role_rows(probe.anatomy, folded=self.verbose < 2)))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -138,26 +138,26 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
             self.probe.begin_step()
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count micro-batches: the last step of an epoch may have fewer."""
+        """Count micro-batches; the last step of an epoch may have fewer."""
         self._micro_batches += 1
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Measure the step, right after the optimizer's."""
+        """Measure the step, right after that of the optimizer."""
         if self.probe is not None:
             self.probe.end_step(accumulated=self._micro_batches, loss_parts=self._loss_parts(args))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
-        """Stop training if a verdict asks for it."""
+        """Stop training if a verdict requests it."""
         if self.probe is not None and self.probe.should_stop:
             control.should_training_stop = True
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the probe's state beside the checkpoint that was just saved."""
+        """Write the probe's state into the checkpoint that was just saved."""
         if self._files is not None:
             self._files.save(f"checkpoint-{state.global_step}")
 
@@ -178,12 +178,12 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
             self._show(f"spectral monitor: the whole run as a page\n  spectral-monitor report {self._folder}")
 
     def abandon(self) -> None:
-        """Remove hooks after an exception in the middle of a step; safe to call at any time."""
+        """Remove hooks after an exception in the middle of a step; can be called at any time."""
         if self.probe is not None:
             self.probe.abandon_step()
 
     def _loss_parts(self, args: TrainingArguments) -> int:
-        """Return the number of losses whose sum is that of the step, where models divide by its number of tokens."""
+        """Return the number of losses that add up to the step's; 1 unless models divide by its number of tokens."""
         assert self.probe is not None
         engine = self.probe._engine
         if all(call.given[1].get("num_items_in_batch") is None for call in engine.calls):

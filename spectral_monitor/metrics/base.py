@@ -1,4 +1,4 @@
-"""The common base of the metrics: one number, made of sums that add up over batches and processes."""
+"""Base classes of the metrics: one number, from sums over batches and processes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ScalarMetric(Metric):
 
 
 class AverageMetric(ScalarMetric):
-    """A mean over everything seen, by every process, whatever the sizes of the batches."""
+    """A mean over all batches of all processes, in which every value has the same weight."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # Names of each class's own: a MetricCollection updates only one of metrics whose states are alike at first.
+        # Each class names its own states: of metrics with equal initial states, a MetricCollection updates only one.
         self._total, self._count = f"{type(self).__name__}_total", f"{type(self).__name__}_count"
-        # Fixed dtypes: processes must agree on them, one that has seen nothing included.
+        # Fixed dtypes: processes must agree on them, even one without a batch.
         self.add_state(self._total, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state(self._count, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
@@ -60,17 +60,17 @@ class AverageMetric(ScalarMetric):
         return count
 
     def _add(self, total: Tensor, count: Tensor | int) -> None:
-        # Not in place: a module's .to(torch.bfloat16) and set_dtype reach the states, and this converts them back.
+        # Not in place: .to(torch.bfloat16) of a module and set_dtype change the states' dtypes, and this restores them.
         setattr(self, self._total, self.total.double() + total.double())
         setattr(self, self._count, self.count.long() + count)
 
     def compute(self) -> Tensor:
-        """Return the mean, float32; NaN if nothing with a value was seen."""
+        """Return the mean, float32; NaN without a value."""
         return ratio(self.total, self.count).float()
 
 
 class NormAverageMetric(AverageMetric):
-    """An average of what takes spectral norms.
+    """An average of values that take spectral norms.
 
     Args:
         tol, exact: as in :func:`spectral_monitor.functional.spectral_norm`.
@@ -80,5 +80,5 @@ class NormAverageMetric(AverageMetric):
     def __init__(self, *, tol: float = 0.01, exact: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.tol, self.exact = tol, exact
-        # A state only so that a MetricCollection tells apart what is estimated in two ways.
+        # A state, so that a MetricCollection distinguishes metrics with different estimates.
         self.add_state("tolerance", torch.tensor(0.0 if exact else tol, dtype=torch.float64), dist_reduce_fx="max")

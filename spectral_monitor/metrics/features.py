@@ -1,4 +1,4 @@
-"""Alignment, feature change and backward-feature angle over all the rows of an epoch."""
+"""Alignment, feature change and backward-feature angle over all rows of an epoch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from spectral_monitor.metrics.base import AverageMetric, NormAverageMetric, Scal
 
 
 class Alignment(NormAverageMetric):
-    r"""Mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)`: how close inputs come to what A stretches most.
+    r"""Mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)`: how close inputs are to A's most stretched one.
 
     ``update`` takes two arguments:
 
-    - ``A`` (m, n): a weight (alignment) or an update (update alignment), real floating point; it may change from call
-      to call, and each row is measured against the matrix it came with.
+    - ``A`` (m, n): a weight (alignment) or an update (update alignment), real floating point; it may differ from call
+      to call, and each row is measured against the matrix of its own call.
     - ``x`` (rows, n): the layer's inputs.
 
-    ``forward`` and ``compute`` give a float32 scalar in [0, 1]. Rows of zero norm are left out, and so are the rows
-    that come with a zero matrix; NaN if that leaves none, and NaN if any matrix or row had NaN or inf entries.
+    ``forward`` and ``compute`` give a float32 scalar in [0, 1]. Rows of zero norm are left out, and so are all rows
+    of a call with a zero matrix; NaN if that leaves none, and NaN if any matrix or row had NaN or inf entries.
 
     Args:
-        tol, exact: as in :func:`spectral_monitor.functional.spectral_norm`. With the default each call estimates the
-            norm of ``A`` from below and lets its own rows correct it, so how rows are split into batches can move
-            the value by up to ``tol``; with ``exact`` it cannot.
+        tol, exact: as in :func:`spectral_monitor.functional.spectral_norm`. By default each call estimates the norm of
+            ``A`` from below, and its own rows correct the estimate. The value may therefore depend on how rows are
+            split into batches, by up to ``tol``; with ``exact`` it does not.
         kwargs: as in :class:`torchmetrics.Metric`.
 
     Raises:
@@ -51,7 +51,7 @@ class Alignment(NormAverageMetric):
     plot_upper_bound = 1.0
 
     def update(self, A: Tensor, x: Tensor) -> None:
-        """Add the rows of ``x`` (rows, n) as seen by ``A`` (m, n)."""
+        """Add the rows of ``x`` (rows, n), measured against ``A`` (m, n)."""
         self._add(*alignment_sum(A, x, tol=self.tol, exact=self.exact))
 
 
@@ -94,18 +94,18 @@ class FeatureChange(AverageMetric):
 class BackwardFeatureAngle(ScalarMetric):
     r"""Angle between the change of the features ``dh`` and the steepest descent ``-b``, all rows as one vector.
 
-    Not a mean of angles: the angle of everything seen, by every process, flattened.
+    It is no mean of angles: the rows of all batches and processes are one vector.
 
     ``update`` takes two arguments, real floating point and of one shape (any):
 
     - ``dh``: change of the features by the step.
     - ``b``: gradient of the loss with respect to the features before the step. Over several batches or processes all
-      must be gradients of one loss: where each process averages over its own rows, as under DDP, either the rows are
-      as many everywhere or ``b`` is multiplied by their number.
+      must be gradients of one loss: where each process averages over its own rows, as under DDP, either all have the
+      same number of rows or ``b`` is multiplied by that number.
 
     ``forward`` and ``compute`` give a float32 scalar in radians, in [0, pi/2) for small steps of gradient descent, in
-    [0, pi] at large; NaN if all of ``dh`` or all of ``b`` is zero, and NaN if either had NaN or inf entries or
-    squares that leave the range of float64. Angles are right to 1e-6 rad.
+    [0, pi] in general; NaN if all of ``dh`` or all of ``b`` is zero, and NaN if either had NaN or inf entries or
+    squares that leave the range of float64. The error is at most 1e-6 rad.
 
     Args:
         kwargs: as in :class:`torchmetrics.Metric`.
@@ -117,7 +117,7 @@ class BackwardFeatureAngle(ScalarMetric):
 
     Attributes:
         inner_product, dh_squared, b_squared: :math:`\langle b, dh\rangle`, :math:`\|dh\|^2`, :math:`\|b\|^2`;
-            float64, since the cosine of a small angle is all digits.
+            float64, because the cosine of a small angle needs many digits.
 
     Example:
         >>> import torch
@@ -144,7 +144,7 @@ class BackwardFeatureAngle(ScalarMetric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, dh: Tensor, b: Tensor) -> None:
-        """Add ``dh`` and ``b``, any one shape."""
+        """Add ``dh`` and ``b``, which have the same shape."""
         inner_product, dh_squared, b_squared = angle_sums(dh, b)
         self.inner_product = self.inner_product + inner_product
         self.dh_squared = self.dh_squared + dh_squared

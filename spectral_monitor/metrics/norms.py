@@ -1,4 +1,4 @@
-"""Norms of weights and updates, averaged over the matrices given."""
+"""Norms of weights and updates, averaged over matrices."""
 
 from __future__ import annotations
 

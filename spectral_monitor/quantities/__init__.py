@@ -1,4 +1,4 @@
-"""Quantities: one entry for each, from which everything else follows.
+"""Quantities: one entry for each, from which its measurement, logging, charts and documentation follow.
 
 A quantity is an entry of :mod:`~spectral_monitor.quantities.weights`, :mod:`~spectral_monitor.quantities.features`,
 :mod:`~spectral_monitor.quantities.attention`, :mod:`~spectral_monitor.quantities.assumptions`,

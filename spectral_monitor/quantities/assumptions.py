@@ -1,4 +1,4 @@
-"""Kernels, speeds, and what the papers' theorems assume: tier ``full``."""
+"""Quantities of kernels, speeds and the assumptions of the papers' theorems: tier ``full``."""
 
 from __future__ import annotations
 

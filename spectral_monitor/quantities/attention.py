@@ -24,7 +24,7 @@ ENTRIES = (
     Quantity(
         key="qk_gain_head",
         notation="argmax over heads of s n |W_q^T W_k|*",
-        formula=lambda s: s.place_of_largest("qk.gain"),
+        formula=lambda s: s.index_of_largest("qk.gain"),
         needs=frozenset({"qk"}),
         unit="number of a head, from 0",
         range="[0, heads)",

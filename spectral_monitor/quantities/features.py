@@ -8,7 +8,7 @@ from spectral_monitor.quantities import questions
 from spectral_monitor.quantities.quantity import Column, Quantity
 
 ANGLE_MARGIN = 100.0
-"""An angle is off by about rounding over change: 1 % of it needs a hundred times."""
+"""The error of an angle is about rounding over change, so 1 % needs a change of a hundred roundings."""
 
 ENTRIES = (
     Quantity(

@@ -1,4 +1,4 @@
-"""Is this run lazy, or does it learn features: quantities since the start of the run, tier ``full``."""
+"""Quantities of laziness: changes since the start of the run, tier ``full``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight decay, rotation, and the state of optimizers like Adam: tier ``full``, or by name."""
+"""Quantities of weight decay, rotation and the state of optimizers such as Adam: tier ``full``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from spectral_monitor.quantities.readings import Readings
 _ROTATION = frozenset({"W", "dW", "WdW"})
 
 
-def _divide(above: float, below: float) -> float:
-    return above / below if below else math.nan
+def _divide(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
 
 
 _MISLEADS = "single steps; optimizers that normalize in another way than Adam, where it is NaN"
@@ -24,13 +24,13 @@ def _root(value: float) -> float:
 
 def _angle(s: Readings) -> float:
     """Return the angle between the weight before and after the step, in radians."""
-    size, along = s.whole("W"), s.radial_change()
-    across = math.sqrt(max(s.whole("dW") ** 2 - along**2, 0.0))
-    return math.atan2(across, size + along) if size else math.nan
+    length, radial = s.total_frobenius("W"), s.radial_change()
+    tangential = math.sqrt(max(s.total_frobenius("dW") ** 2 - radial**2, 0.0))
+    return math.atan2(tangential, length + radial) if length else math.nan
 
 
 def _equilibrium(s: Readings) -> float:
-    """Return the angle over that of AdamW in equilibrium (Kosson et al., Table 1), which momentum makes smaller."""
+    """Return the angle over that of AdamW in equilibrium with momentum (Kosson et al., Table 1)."""
     beta = s.get("beta1")
     return _divide(_angle(s), math.sqrt(2 * s.get("lr") * s.get("weight_decay") * (1 - beta) / (1 + beta)))
 
@@ -54,7 +54,7 @@ ENTRIES = (
     Quantity(
         key="radial",
         notation="<W, dW> / (|W|F |dW|F)",
-        formula=lambda s: _divide(s.radial_change(), s.whole("dW")),
+        formula=lambda s: _divide(s.radial_change(), s.total_frobenius("dW")),
         needs=_ROTATION,
         range="[-1, 1]",
         source="Kosson et al. 2023",
@@ -68,7 +68,9 @@ ENTRIES = (
     Quantity(
         key="decay_share",
         notation="lr wd |W|F / |dW|F",
-        formula=lambda s: _divide(s.get("lr") * s.get("weight_decay") * s.whole("W"), s.whole("dW")),
+        formula=lambda s: _divide(
+            s.get("lr") * s.get("weight_decay") * s.total_frobenius("W"), s.total_frobenius("dW")
+        ),
         needs=frozenset({"W", "dW"}),
         source="Kosson et al. 2023",
         meaning="how much of the update is weight decay",

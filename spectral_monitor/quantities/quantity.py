@@ -1,4 +1,4 @@
-"""The one entry from which everything else about a quantity follows."""
+"""The class of a quantity's entry, from which everything else about it follows."""
 
 from __future__ import annotations
 
@@ -18,55 +18,52 @@ class Column:
     """A column of the table that the console prints."""
 
     title: str  # as short as it can be
-    legend: str  # what it says, in a few words
-    spare: int  # how soon it is left out where there is no room for all columns; larger is sooner
+    legend: str  # its meaning in a few words
+    spare: int  # where not all columns fit, those with the largest number are left out first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """One quantity: how it is computed, what it says, and where it is shown."""
+    """One quantity: its formula, its meaning and where it is shown."""
 
     key: str  # name in ``Measurement.values`` and in ``spectral_<key>/<layer>``
     notation: str  # its formula as the documentation writes it
-    # how it follows from what was measured of a layer; ``None`` for a number that is read as it is, under its own key
-    formula: Formula | None = None
+    formula: Formula | None = None  # from readings of a layer; ``None`` for a reading that has this key
     # what must be captured, of ``W dW WdW W1 g |g| W0 h b dh Wdh probe J K J0 w0 db B qk dqk logits state``: ``W0`` is
-    # what the weight has moved since the start, read as ``drift``, ``WdW`` the inner product of weight and update,
+    # the change of the weight since the start, read as ``drift``, ``WdW`` the inner product of weight and update,
     # ``W1`` the weight after the step, ``|g|`` a norm of the gradient, ``Wdh`` the weight before the step times the
     # change of the inputs, ``J`` the derivative of the outputs by the weights, ``K`` extreme eigenvalues of the kernel
-    # made of that, ``J0`` the derivative at the start along what the weights have moved since, ``w0`` the parameters of
-    # the start, ``db`` the change of b, ``B`` the derivative of b by the weights behind the layer, ``qk`` the queries
-    # and keys of an attention block, ``dqk`` their change, ``logits`` rows of what the block computes, ``state`` what
-    # the optimizer holds of a parameter
+    # made of that, ``J0`` the derivative at the start along the weights' change since, ``w0`` the parameters at the
+    # start, ``db`` the change of b, ``B`` the derivative of b by the weights behind the layer, ``qk`` the queries and
+    # keys of an attention block, ``dqk`` their change, ``logits`` rows of the block's logits, ``state`` the optimizer's
+    # state of a parameter
     needs: frozenset[str]
     # ``"light"`` needs weights, updates and gradients only; ``"standard"`` hooks and one extra forward; ``"full"``
-    # forwards with a graph and passes through it, checks what the papers assume, or looks closely
+    # forwards with a graph and passes through it, checks of the papers' assumptions, or details
     tier: Tier = "full"
-    unit: str = "ratio"  # what it is counted in; ``"ratio"`` where units cancel
-    range: str = ">= 0"  # values it can have
-    source: str = ""  # where in the papers it comes from
+    unit: str = "ratio"  # ``"ratio"`` where units cancel
+    range: str = ">= 0"  # possible values
+    source: str = ""  # place in the papers
     meaning: str  # one line for people who have not read the papers
-    healthy: str  # what a healthy run shows, in words
+    healthy: str  # values of a healthy run, in words
     misleads: str  # when not to trust it
-    # how its standard error follows from what was measured, where it is known of a sample of rows
-    error: Formula | None = None
+    error: Formula | None = None  # its standard error, where rows are sampled and the error is known
     of_vectors: bool = False  # whether biases and gains have it
-    # whether it is read off a layer's inputs, so that the one-hot inputs of embeddings have none
-    of_inputs: bool = False
+    of_inputs: bool = False  # whether it needs a layer's inputs; embeddings, whose inputs are one-hot, lack it
     by_frobenius: bool = False  # whether it takes Frobenius norms only, which read a matrix once
-    by_name: bool = False  # whether it is measured where it is asked for by name only, being too dear for its tier
-    margin: float = 2.0  # how many times larger than their rounding features must change for it to be known
+    by_name: bool = False  # whether it is too expensive for its tier and measured only if requested by name
+    margin: float = 2.0  # smallest change of features, in multiples of their rounding, at which it is measured
     question: str = ""  # title of the panel that shows it; empty for none
     title: str = ""  # of its charts in that panel
-    # what ``healthy`` says, where that is two numbers of any network, 0 and infinity for no limit; it is shown where
-    # the judge has no band of its own
+    # the range in ``healthy``, if it is the same for any network; 0 and infinity are no limits. It is shown where the
+    # judge has no band of its own
     band: tuple[float, float] | None = None
-    essential: bool = False  # whether loggers are given it by default
+    essential: bool = False  # whether it is logged by default
     column: Column | None = None  # in the console's table
     picture: str = ""  # title of its picture of layer by step; empty for none
 
     def value(self, readings: Readings) -> float:
-        """Return it from what was measured of a layer, NaN where something is missing."""
+        """Return the quantity from the readings of a layer; NaN where something is missing."""
         return readings.get(self.key) if self.formula is None else self.formula(readings)
 
     @property
@@ -76,17 +73,17 @@ class Quantity:
 
     @property
     def bounded(self) -> bool:
-        """True if it is a ratio or a cosine whose scale ends at 1. Shares do, too, but are next to 0 when healthy."""
+        """True if it is a ratio or a cosine that ends at 1. Shares do, too, but are near 0 in healthy networks."""
         return self.range in ("[0, 1]", "[-1, 1]") and self.unit != "share"
 
     @property
     def counted_in(self) -> str:
-        """Its key, and its unit unless that is a mere ratio."""
+        """Its key, with its unit unless that is ``"ratio"``."""
         return self.key if self.unit == "ratio" else f"{self.key}, {self.unit}"
 
     @property
     def limits(self) -> str:
-        """Its band in words; empty where it has none.
+        """Its band in words; empty without a band.
 
         Example:
             >>> from spectral_monitor.quantities import QUANTITIES

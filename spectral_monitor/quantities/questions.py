@@ -1,4 +1,4 @@
-"""The questions that panels answer: titles, in their order."""
+"""The titles of panels: the questions that they answer, in order."""
 
 UPDATES = "Are updates the right size?"
 FEATURES = "Are features moving?"

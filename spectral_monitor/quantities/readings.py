@@ -1,4 +1,4 @@
-"""Measured numbers of one layer, as formulas read them; commands that only name quantities import no torch for it."""
+"""Measured numbers of one layer, as formulas read them. Torch is imported only where it is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 Norm = Literal["sigma", "fro"]
 Values: TypeAlias = "list[float] | Tensor"
-"""Numbers on the host; many of them as a float64 tensor."""
+"""Numbers on the host; many are a float64 tensor."""
 
 RATIOS = frozenset(
     {"alignment", "update_alignment", "feature_change", "feature_drift", "feature_cancellation", "kernel_change"}
@@ -19,11 +19,11 @@ RATIOS = frozenset(
     | {"feature_kurtosis", "outlier_ratio"}
     | {"output_drift_features", "output_drift_readout", "output_drift_joint"}
 )
-"""Numbers that divide by a norm: NaN where that is zero, and then nothing is wrong."""
+"""Numbers that divide by a norm: NaN where that is zero, which is no error."""
 
 
 def sound(raw: Mapping[str, Values]) -> bool:
-    """Return whether everything measured of a layer is finite, but for ratios to zero."""
+    """Return whether all measured numbers of a layer are finite, apart from ratios and standard errors."""
     return all(_finite(values) for name, values in raw.items() if name not in RATIOS and not name.endswith(".error"))
 
 
@@ -36,12 +36,12 @@ def _largest(values: Sequence[float]) -> float:
 
 
 class Readings:
-    """Measured numbers of one layer and how they combine over taps and blocks; NaN where something was not measured.
+    """Measured numbers of one layer, combined over taps and blocks; NaN where something was not measured.
 
     Names are those of the notation: ``W``, ``dW``, ``drift`` (of ``W - W0``), ``W0``, ``W1`` (after the step), ``h``,
-    ``dh``, ``b``, ``h_in``. Norms of a convolution's taps add up (an upper bound on the whole); of several blocks the
-    largest value counts. Plain numbers: there are thousands, and a tensor operation on each would cost more than all
-    the matrices.
+    ``dh``, ``b``, ``h_in``. Norms of a convolution's taps add up (an upper bound on the norm of all); of several blocks
+    the largest value counts. Numbers are plain floats: there are thousands, and a tensor operation on each would cost
+    more than all the matrices.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Readings:
         fan_outs: Sequence[int],
         settings: Mapping[str, float] | None = None,
     ) -> None:
-        """``fan_outs``: of each block; ``settings``: of the optimizer, which :meth:`get` returns too."""
+        """``fan_outs``: one for each block; ``settings``: of the optimizer, which :meth:`get` returns too."""
         self.raw = raw
         self._role, self._fan_in, self._fan_outs = role, fan_in, fan_outs
         self._settings = settings or {}
@@ -66,15 +66,14 @@ class Readings:
         return math.nan if value is None else float(value[0])
 
     def largest(self, name: str) -> float:
-        """Return the largest of several numbers, NaN if one of them is or they were not measured."""
+        """Return the largest of several numbers; NaN if one of them is NaN or none was measured."""
         values = self.raw.get(name, [])
         return _largest(values) if isinstance(values, list) else float(values.amax())
 
-    def place_of_largest(self, name: str) -> float:
-        """Return the position of the largest of several numbers, NaN if one of them is or they were not measured."""
+    def index_of_largest(self, name: str) -> float:
+        """Return the index of the largest of several numbers; NaN if one of them is NaN or none was measured."""
         values = list(map(float, self.raw.get(name, [])))
-        known = values and not any(map(math.isnan, values))
-        return float(values.index(max(values))) if known else math.nan
+        return math.nan if math.isnan(_largest(values)) else float(values.index(max(values)))
 
     def _by_block(self, name: str) -> Tensor:
         """Return values (taps, blocks), NaN if not measured."""
@@ -94,8 +93,8 @@ class Readings:
             return values if isinstance(values, list) else values.tolist()
         taps = self._by_block(f"{name}.{norm}")
         blocks = taps.sum(0) if norm == "sigma" else _length(taps, dim=0)
-        found: list[float] = blocks.tolist()
-        return found
+        norms: list[float] = blocks.tolist()
+        return norms
 
     def norm(self, name: str, norm: Norm = "sigma") -> float:
         """Return the spectral or the Frobenius norm."""
@@ -107,14 +106,14 @@ class Readings:
         return _largest([math.sqrt(fan_out / self._fan_in) * norm for fan_out, norm in pairs])
 
     def natural(self, name: str) -> float:
-        """Return the natural norm by the layer's role; of each block by its own fans."""
+        """Return the natural norm, as the layer's role defines it; blocks have fans of their own."""
         if self._role == "embedding":
             return self.get(f"{name}.row")
         pairs = zip(self._fan_outs, self._norms(name, "sigma"), strict=True)
         return _largest([math.sqrt(self._fan_in / fan_out) * norm for fan_out, norm in pairs])
 
-    def whole(self, name: str) -> float:
-        """Return the Frobenius norm of all taps and blocks together."""
+    def total_frobenius(self, name: str) -> float:
+        """Return the Frobenius norm over all taps and blocks."""
         values = self.raw.get(f"{name}.fro")
         if values is None:
             return math.nan
@@ -122,12 +121,12 @@ class Readings:
 
     def radial_change(self) -> float:
         """Return the part of the update along the weight, from its product with the weight after the step."""
-        size = self.whole("W")
-        return (self.get("W1.dW") - self.whole("dW") ** 2) / size if size else math.nan
+        length = self.total_frobenius("W")
+        return (self.get("W1.dW") - self.total_frobenius("dW") ** 2) / length if length else math.nan
 
-    def ratio(self, above: str, below: str, norm: Norm = "sigma") -> float:
+    def ratio(self, numerator: str, denominator: str, norm: Norm = "sigma") -> float:
         """Return a norm over a norm."""
-        pairs = zip(self._norms(above, norm), self._norms(below, norm), strict=True)
+        pairs = zip(self._norms(numerator, norm), self._norms(denominator, norm), strict=True)
         return _largest([a / b if b > 0 else math.nan for a, b in pairs])
 
     def stable_rank(self, name: str) -> float:
@@ -135,15 +134,14 @@ class Readings:
         if len(self.raw.get(f"{name}.sigma", ())) == 1:
             return self.row_stable_rank(name)
         sigma, fro = (self.raw.get(f"{name}.{norm}", ()) for norm in ("sigma", "fro"))
-        if isinstance(sigma, list) and isinstance(fro, list):  # few: without an operator
-            few = [(f / s) ** 2 for s, f in zip(sigma, fro, strict=True) if s != 0]
-            return _largest(few)
+        if isinstance(sigma, list) and isinstance(fro, list):
+            return _largest([(f / s) ** 2 for s, f in zip(sigma, fro, strict=True) if s != 0])
         sigma, fro = self._by_block(f"{name}.sigma"), self._by_block(f"{name}.fro")
         ranks = (fro / sigma)[sigma != 0].square()
         return float(ranks.amax()) if ranks.numel() else math.nan
 
     def alignment(self, name: str) -> float:
-        """Return the mean over taps; taps and blocks without one are left out."""
+        """Return the mean over taps, of the block where it is largest; taps and blocks without one are left out."""
         values: Values = self.raw.get(name, [])
         if len(values) == 1:
             return float(values[0])
@@ -155,18 +153,18 @@ class Readings:
         return float(means.amax()) if means.numel() else math.nan
 
     def row_stable_rank(self, name: str) -> float:
-        """Return the stable rank of a matrix of rows; NaN for a single row, of which it is always 1."""
+        """Return the stable rank of a matrix of rows; NaN for a single row, where it is always 1."""
         sigma = self.get(f"{name}.sigma") if self.get(f"{name}.rows") != 1 else math.nan
         return (self.get(f"{name}.fro") / sigma) ** 2 if sigma > 0 else math.nan
 
     def cancellation(self, after: str, before: str, change: str) -> float:
-        """Return the norm of a sum over the sum of the norms; of the block where most is cancelled."""
+        """Return the norm of a sum over the sum of the norms, of the block where most is cancelled."""
         blocks = zip(*(self._norms(name, "sigma") for name in (after, before, change)), strict=True)
         ratios = [a / (b + c) if b + c > 0 else math.nan for a, b, c in blocks]
         return math.nan if any(math.isnan(value) for value in ratios) else min(*ratios, 1.0)
 
     def speed(self, name: str) -> float:
-        """Return the length of a change over that of what changed."""
+        """Return the length of the change of a vector over that of the vector."""
         return self.quotient(f"d{name}.norm", f"{name}.norm")
 
     def kernel_ratio(self, name: str = "K") -> float:
@@ -174,10 +172,10 @@ class Readings:
         first, second = self.get(f"{name}.1"), self.get(f"{name}.2")
         return min(first / math.sqrt(second), 1.0) if second > 0 else math.nan
 
-    def quotient(self, above: str, below: str) -> float:
+    def quotient(self, numerator: str, denominator: str) -> float:
         """Return a single number over another; NaN where that is zero."""
-        divisor = self.get(below)
-        return self.get(above) / divisor if divisor else math.nan
+        divisor = self.get(denominator)
+        return self.get(numerator) / divisor if divisor else math.nan
 
     def root_mean_square(self, name: str) -> float:
         """Return the RMS of the entries of a matrix of rows."""
@@ -201,7 +199,7 @@ class Readings:
         return min(max(-self.get("db.h") / lengths, -1.0), 1.0) if lengths else math.nan
 
     def sensitivity(self) -> float:
-        """Return the feature change per loss decrease; rows that were not compared count as adding as much to it."""
+        """Return the feature change per loss decrease; rows that were not compared count as the others do."""
         decrease = -self.get("b.dh") / self.get("dh.share")
         return self.root_mean_square("dh") / decrease if decrease else math.nan
 

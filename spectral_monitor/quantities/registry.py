@@ -1,4 +1,4 @@
-"""All quantities: what there is, what a user asks for, and what that takes."""
+"""All quantities: their registry, the keys that a user requests, and what must be captured for them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TIERS: dict[str, tuple[str, ...]] = {"light": (), "standard": (), "full": ()}
 
 
 def register(*entries: Quantity) -> None:
-    """Add quantities: from then on they are measured, logged, shown and documented like all others.
+    """Add quantities, which are then measured, logged, shown and documented like all others.
 
     Args:
-        entries: those whose :attr:`~Quantity.needs` the monitor captures already, and whose formula reads what it
-            measures of them (:class:`~spectral_monitor.quantities.readings.Readings`).
+        entries: their :attr:`~Quantity.needs` must be captured by the monitor, and their formulas take its
+            :class:`~spectral_monitor.quantities.readings.Readings`.
 
     Raises:
-        ValueError: there is a quantity of this key.
+        ValueError: the key is in use.
     """
     tiers = list(TIERS)  # from the smallest
     for entry in entries:
@@ -47,18 +47,23 @@ for _module in (weights, features, attention, assumptions, laziness, optimizers,
 _GRADIENTS = (
     "gradients are measured with the update only, as contribution; lightning.pytorch.utilities.grad_norm has norms"
 )
-_TRIED = {"grad_norm": _GRADIENTS, "gradient_norm": _GRADIENTS, "grad": _GRADIENTS, "gradients": _GRADIENTS}
-"""What people try that is measured by others -> where."""
+_MEASURED_ELSEWHERE = {
+    "grad_norm": _GRADIENTS,
+    "gradient_norm": _GRADIENTS,
+    "grad": _GRADIENTS,
+    "gradients": _GRADIENTS,
+}
+"""Key that users try -> where it is measured instead."""
 
 
 def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the keys that a user's argument ``quantities`` stands for, in the order of the registry.
+    """Return the keys of a user's argument ``quantities``, in the order of the registry.
 
     Args:
         quantities: a tier, ``"light"``, ``"standard"`` or ``"full"``, or a list of keys.
 
     Raises:
-        ValueError: an unknown tier or key, with what is valid; or an empty list.
+        ValueError: an unknown tier or key, or an empty list; the message lists valid ones.
 
     Example:
         >>> resolve(["update_norm", "weight_norm"])
@@ -76,9 +81,9 @@ def resolve(quantities: str | Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"no quantities given; valid tiers: {', '.join(TIERS)}; valid keys: {', '.join(QUANTITIES)}")
     for key in chosen:
         if key not in QUANTITIES:
-            close = difflib.get_close_matches(str(key), QUANTITIES, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else "."
-            hint = f"; {_TRIED[key]}." if key in _TRIED else hint
+            matches = difflib.get_close_matches(str(key), QUANTITIES, n=1)
+            hint = f", did you mean {matches[0]!r}?" if matches else "."
+            hint = f"; {_MEASURED_ELSEWHERE[key]}." if key in _MEASURED_ELSEWHERE else hint
             raise ValueError(f"quantities: unknown quantity {key!r}{hint} Valid keys: {', '.join(QUANTITIES)}")
     return tuple(key for key in QUANTITIES if key in set(chosen))
 

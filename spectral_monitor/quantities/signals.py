@@ -1,4 +1,4 @@
-"""Gradients, parts of a change, outputs and number formats: tier ``full``, or by name."""
+"""Quantities of gradients, outputs and number formats: tier ``full``, or by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches and their losses; for a seed of a sweep the same at every width, whatever the networks draw in between."""
+"""Batches and their losses. A seed gives the same batches at every width, whatever the networks draw in between."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ class SweepError(ValueError):
 
 
 def loss_of(module: nn.Module, batch: Any, index: int) -> Any:
-    """Return the loss that a module defines: ``training_step(batch, index)`` if it has that, else ``module(*batch)``;
-    of a dict the entry ``"loss"``.
-    """
-    found: Any
+    """Return ``training_step(batch, index)`` or, without that method, ``module(*batch)``; of a dict its ``"loss"``."""
+    output: Any
     if callable(getattr(module, "training_step", None)):
-        found = training_step(module, batch, index)
+        output = training_step(module, batch, index)
     elif isinstance(batch, Mapping):
-        found = module(**batch)
+        output = module(**batch)
     else:
-        found = module(*batch) if isinstance(batch, list | tuple) else module(batch)
-    return found.get("loss") if isinstance(found, Mapping) else found
+        output = module(*batch) if isinstance(batch, list | tuple) else module(batch)
+    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 @contextmanager
 def seeded(purpose: str, seed: int) -> Iterator[None]:
-    """Inside, every global generator starts from this seed; afterwards they are as they were.
+    """Seed every global generator; restore them on exit.
 
     The purpose is part of the seed, so that weights are not the numbers that ``torch.manual_seed(seed)`` gave the data.
     """
@@ -54,7 +52,7 @@ def seeded(purpose: str, seed: int) -> Iterator[None]:
 
 
 def check_data(data: Any) -> None:
-    """Refuse what gives no batches, or other ones to every network.
+    """Refuse data that gives no batches, or different ones to each network.
 
     Raises:
         SweepError: saying what data can be.
@@ -75,14 +73,14 @@ def check_data(data: Any) -> None:
 
 
 def batches(data: Any, seed: int) -> Iterator[Any]:
-    """Yield batches without end: from the start again when there are no more.
+    """Yield batches without end, from the start again after the last.
 
     Args:
         data: as :func:`check_data` takes it.
-        seed: of what the data draws; a stream of its own, so that dropout, say, does not change the order.
+        seed: of the random numbers that the data draws. They have their own stream: dropout does not change the order.
 
     Raises:
-        SweepError: there is no batch, or data that can be read only once has come to its end.
+        SweepError: there is no batch, or the data can be read only once and has ended.
     """
     with seeded("data", seed):
         stream = RandomState.now()
@@ -94,60 +92,59 @@ def batches(data: Any, seed: int) -> Iterator[Any]:
             stream = RandomState.now()
         return result
 
-    given = drawn(lambda: data(seed)) if callable(data) else data
-    if isinstance(given, tuple | Mapping):
+    source = drawn(lambda: data(seed)) if callable(data) else data
+    if isinstance(source, tuple | Mapping):
         while True:
-            yield given
-    if not hasattr(given, "__iter__"):
-        raise SweepError(f"data(seed) returned a {type(given).__name__}: it must return batches, or a tuple of tensors")
+            yield source
+    if not hasattr(source, "__iter__"):
+        raise SweepError(
+            f"data(seed) returned a {type(source).__name__}: it must return batches, or a tuple of tensors"
+        )
     count = 0
-    with _own_generators(given, seed), _own_workers(given):
+    with _own_generators(source, seed), _own_workers(source):
         while True:
-            iterator, before = drawn(lambda: iter(given)), count
+            iterator, count_before = drawn(lambda: iter(source)), count
             while (batch := drawn(lambda: next(iterator, _END))) is not _END:  # noqa: B023  called at once
                 count += 1
                 yield batch
-            if count == before:
-                what = f"came to its end after {count} batches, and can be read only once" if count else "has no batch"
+            if count == count_before:
+                end = f"came to its end after {count} batches, and can be read only once" if count else "has no batch"
                 raise SweepError(
-                    f"data {what}: give data of enough batches, or a list or DataLoader to start again from"
+                    f"data {end}: give data of enough batches, or a list or DataLoader to start again from"
                 )
 
 
 @contextmanager
 def _own_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Seed the generators that a DataLoader was given; afterwards they are as they were."""
-    samplers = [
-        loader,
-        getattr(loader, "sampler", None),
-        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-    ]
-    found = {id(g): g for holder in samplers if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
-    states = [(generator, generator.get_state()) for generator in found.values()]
-    for generator, _ in states:
+    """Seed the generators that a DataLoader was given; restore them on exit."""
+    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    owners = (loader, sampler, getattr(batch_sampler, "sampler", None))
+    generators = {g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
+    states = {generator: generator.get_state() for generator in generators}
+    for generator in generators:
         generator.manual_seed(seed)
     try:
         yield
     finally:
-        for generator, state in states:
+        for generator, state in states.items():
             generator.set_state(state)
 
 
 @contextmanager
 def _own_workers(loader: Any) -> Iterator[None]:
-    """Have a DataLoader make its persistent workers again: those that are there would go on with what they drew."""
+    """Have a DataLoader start new persistent workers: the present ones would go on from their own random states."""
     if not isinstance(loader, DataLoader) or not loader.persistent_workers:
         yield
         return
-    kept: Any = loader._iterator
+    original: Any = loader._iterator
     loader._iterator = None
     try:
         yield
     finally:
-        made: Any = loader._iterator
-        loader._iterator = kept
-        if made is not None:
-            made._shutdown_workers()
+        temporary: Any = loader._iterator
+        loader._iterator = original
+        if temporary is not None:
+            temporary._shutdown_workers()
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -25,17 +25,16 @@ class Calibration:
 
     Attributes:
         optimizer: the family of update rules it is for.
-        factors: layer -> what its weight and bias are to be multiplied by, in order of execution; the readout, whose
-            bias stays, is last.
-        rates: block -> learning rate per unit of ``lr``. A block is a matrix with the bias beside it, the gain and bias
-            of a norm, or a parameter that stands alone.
+        factors: layer -> factor on its weight and bias, in order of execution; the readout, whose bias stays, is last.
+        rates: block -> learning rate per unit of ``lr``. A block is a matrix with its bias, the gain and bias of a
+            norm, or a parameter that stands alone.
         parameters: block -> names of its parameters.
-        readout: the layer before which the angle was measured.
-        angle: backward-feature angle of what the readout is given, in radians.
-        sensitivity: RMS of the change of that per loss decrease, 1 up to the accuracy of the search (Eq. 7).
+        readout: the layer at whose inputs the angle was measured.
+        angle: backward-feature angle of the readout's inputs, in radians.
+        sensitivity: RMS change of these inputs per loss decrease; 1 up to the accuracy of the search (Eq. 7).
         loss: mean over the batches, with the factors applied.
         predicted_decrease: first-order decrease of that loss in one step, per unit of ``lr``.
-        kept: layers and parameters that are not scaled -> why; gains and lone biases are not listed.
+        kept: layer or parameter that is not scaled -> reason; gains and lone biases are not listed.
         first_rate: learning rate of the readout's block in the first step of all, if the readout begins at zero; else
             ``None``. Nothing else has a gradient in that step. All other numbers are of the network after it.
     """
@@ -54,34 +53,35 @@ class Calibration:
 
     @torch.no_grad()
     def apply_(self, module: nn.Module) -> None:
-        """Multiply the weights by :attr:`factors`, in place. Once: they are of the weights that were calibrated.
+        """Multiply the weights by :attr:`factors`, in place. Call it once: factors are for the weights as calibrated.
 
         Raises:
-            ValueError: a layer that the module has not.
+            ValueError: the module lacks a layer that was calibrated.
         """
-        held = dict(named_modules(module))
-        missing = [name for name in self.factors if name not in held]
+        modules = dict(named_modules(module))
+        missing = [name for name in self.factors if name not in modules]
         if missing:
             raise ValueError(f"the module has no layer {missing[0]!r}: it is not of the kind that was calibrated")
-        _multiply((_scaled(held[name], name == self.readout), factor) for name, factor in self.factors.items())
+        _multiply([(modules[name], factor) for name, factor in self.factors.items()], modules[self.readout])
 
     def param_groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
         """Return a group for every block, with ``params``, ``lr``, ``name`` and ``parameter_names``.
 
         Args:
             module: the one that was calibrated, or one with the same parameters.
-            lr: what the loss falls by in the first step, to first order.
+            lr: the decrease of the loss in the first step, to first order.
 
         Raises:
-            ValueError: a learning rate that is not positive, a parameter that is trained and was not then.
+            ValueError: a learning rate that is not positive, or a trained parameter that was not when calibrated.
 
         Example:
             >>> import torch
             >>> _ = torch.manual_seed(0)
             >>> layers = torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
             >>> net, mse = torch.nn.Sequential(*layers), torch.nn.functional.mse_loss
-            >>> found = calibrate(net, [(torch.randn(16, 8), torch.randn(16, 1))], loss=lambda m, b: mse(m(b[0]), b[1]))
-            >>> optimizer = torch.optim.SGD(found.param_groups(net, lr=0.01))
+            >>> batch = torch.randn(16, 8), torch.randn(16, 1)
+            >>> calibration = calibrate(net, [batch], loss=lambda module, batch: mse(module(batch[0]), batch[1]))
+            >>> optimizer = torch.optim.SGD(calibration.param_groups(net, lr=0.01))
             >>> [group["parameter_names"] for group in optimizer.param_groups]
             [['0.weight', '0.bias'], ['2.weight', '2.bias']]
         """
@@ -109,40 +109,41 @@ def calibrate(
     loss: Loss | None = None,
     roles: Mapping[str, str] | None = None,
 ) -> Calibration:
-    r"""Find scales and learning rates with which features, loss and layers move alike at any width and depth.
+    r"""Find scales and learning rates with which features and loss move by the same amounts at any width and depth.
 
     The method of The Feature Speed Formula, section 4.2 (FSC), in any architecture with a readout:
 
     * Forward normalization (SP): in order of execution, every operator and embedding is scaled, with its bias, so that
       its outputs have RMS 1 over the batches. A fused matrix has one factor.
     * Backward normalization (FL): the readout is scaled so that ``rms(b) = 1 / (m cos(angle))`` (Eq. 7), with m the
-      number of entries of what it is given, b the gradient of the loss with respect to that and the angle measured.
-      Then that changes by an RMS of 1 when the weights before it take 1 off the loss.
-    * Scale-invariant rates (BC, LD): every block of parameters takes an equal share of the decrease, ``1 / L`` of L
-      blocks, and all together ``lr``: for ``"sgd"`` the rate is ``1 / (L |g|^2)`` (Eq. 8). For ``"normalized"``, an
-      update of ``lr g / |g|``, it is ``1 / (L |g|)``. For ``"adam"``, whose first step moves every entry by ``lr``, it
-      is ``1 / (L |g|_1)``, and the angle is that of such a step.
+      number of entries of its inputs, b the gradient of the loss with respect to them and the angle measured. The
+      inputs then change by an RMS of 1 while the weights before them reduce the loss by 1.
+    * Scale-invariant rates (BC, LD): the loss falls by ``lr``, and each of L blocks of parameters contributes
+      ``1 / L`` of that. For ``"sgd"`` the rate is ``1 / (L |g|^2)`` (Eq. 8). For ``"normalized"``, an update of
+      ``lr g / |g|``, it is ``1 / (L |g|)``. For ``"adam"``, whose first step moves every entry by ``lr``, it is
+      ``1 / (L |g|_1)``, and the angle is that of such a step.
 
     A readout that begins at zero stays zero. Instead of its scale, the learning rate of its first step is set so that
-    Eq. 7 holds after that step: :attr:`Calibration.first_rate`. For ``"sgd"`` that is the
-    paper's ``eta_L(0)``, of the order of ``sqrt(L) / (m |b_L|^2)`` (section 5).
+    Eq. 7 holds after that step: :attr:`Calibration.first_rate`. For ``"sgd"`` that is the paper's ``eta_L(0)``, of the
+    order of ``sqrt(L) / (m |b_L|^2)`` (section 5).
 
-    The module is left as it is, random states and buffers included; :meth:`Calibration.apply_` scales it. Some tens of
-    passes over the batches are made, in its present mode (training or evaluation), with memory for five more copies of
-    its weights.
+    The module, its buffers and random states are left as they are; :meth:`Calibration.apply_` scales the module. Some
+    tens of passes over the batches are made in its present mode (training or evaluation), with memory for five more
+    copies of its weights.
 
     Args:
-        module: the model, freshly drawn, on one process, where its batches are.
-        batches: a few batches, all used at once; their losses count alike.
-        optimizer: ``"sgd"``, ``"normalized"`` or ``"adam"`` (and those that move every entry by the learning rate).
+        module: the freshly initialized model, on one process and on the device of its batches.
+        batches: a few batches, all used at once; their losses have equal weights.
+        optimizer: ``"sgd"``, ``"normalized"`` or ``"adam"`` (also for others that move every entry by the learning
+            rate).
         loss: ``loss(module, batch)``, a scalar. By default ``module.training_step(batch, i)`` if it has one, else
             ``module(*batch)``.
         roles: pattern -> role, as for the monitor; ``"ignore"`` leaves a matrix at its scale.
 
     Raises:
         ValueError: no readout, or several; one that shares its weight or is frozen; an operator whose outputs
-            cannot be seen, are zero or do not follow the scale of its weight; a block without a gradient; signal that
-            passes by the readout's input; a loss that no scale of the readout brings to Eq. 7; precision too low.
+            cannot be observed, are zero or do not follow the scale of its weight; a block without a gradient; signal
+            that bypasses the readout's inputs; no scale of the readout fulfils Eq. 7; precision too low.
         TypeError: a loss that is not a scalar tensor.
 
     Example:
@@ -150,43 +151,44 @@ def calibrate(
         >>> _ = torch.manual_seed(0)
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
         >>> x, y = torch.randn(16, 8), torch.randn(16, 1)
-        >>> found = calibrate(net, [(x, y)], loss=lambda module, batch: (module(batch[0]) - batch[1]).square().mean())
-        >>> found.apply_(net)
-        >>> round(net[0](x).square().mean().sqrt().item(), 4), round(found.sensitivity, 1)
+        >>> mse = torch.nn.functional.mse_loss
+        >>> calibration = calibrate(net, [(x, y)], loss=lambda module, batch: mse(module(batch[0]), batch[1]))
+        >>> calibration.apply_(net)
+        >>> round(net[0](x).square().mean().sqrt().item(), 4), round(calibration.sensitivity, 1)
         (1.0, 1.0)
-        >>> optimizer = torch.optim.SGD(found.param_groups(net, lr=0.01))
+        >>> optimizer = torch.optim.SGD(calibration.param_groups(net, lr=0.01))
     """
     check_family(optimizer, FAMILIES)
-    given = list(batches)
-    if not given:
+    batches = list(batches)
+    if not batches:
         raise ValueError("no batches given")
     anatomy = dissect(module, roles=roles)
     readout = _readout(anatomy)
     layers, kept = _scalable(anatomy, readout)
     blocks = _blocks(module, {layer.sources[0] for layer in anatomy.layers if layer.is_matrix})
-    with preserved(module, given), RandomState.now().replayed(), torch.inference_mode(False):
-        trial = Trial(module, given, loss)
+    with preserved(module, batches), RandomState.now().replayed(), torch.inference_mode(False):
+        trial = Trial(module, batches, loss)
         factors = trial.forward_factors(layers)
         called = [(layer.module, factors[layer.sources[0]]) for layer in layers if layer.module is not None]
-        _multiply((_scaled(part, False), factor) for part, factor in called)
+        _multiply(called)
         _check_sizes(trial, layers)
         begins_at_zero = not readout.sources[0].detach().any()
-        factor, found = normalize_backward(trial, readout, blocks, optimizer)
+        readout_factor, step = normalize_backward(trial, readout, blocks, optimizer)
     by_name = {
-        layer.info.name: size for weight, size in factors.items() for layer in layers if layer.sources[0] is weight
+        layer.info.name: factor for weight, factor in factors.items() for layer in layers if layer.sources[0] is weight
     }
     return Calibration(
         optimizer=optimizer,
-        factors={**by_name, readout.info.name: 1.0 if begins_at_zero else factor},
-        rates=dict(zip(blocks, found.rates, strict=True)),
+        factors={**by_name, readout.info.name: 1.0 if begins_at_zero else readout_factor},
+        rates=dict(zip(blocks, step.rates, strict=True)),
         parameters={block: tuple(name for name, _ in members) for block, members in blocks.items()},
         readout=readout.info.name,
-        angle=found.angle,
-        sensitivity=found.sensitivity,
-        loss=found.loss,
-        predicted_decrease=found.decrease,
+        angle=step.angle,
+        sensitivity=step.sensitivity,
+        loss=step.loss,
+        predicted_decrease=step.decrease,
         kept=kept,
-        first_rate=factor if begins_at_zero else None,
+        first_rate=readout_factor if begins_at_zero else None,
     )
 
 
@@ -220,7 +222,7 @@ def _require_trained(readout: Layer) -> None:
 
 
 def _scalable(anatomy: Anatomy, readout: Layer) -> tuple[list[Layer], dict[str, str]]:
-    """Return the layers that forward normalization scales, and those that are kept as they are, with the reason."""
+    """Return the layers that forward normalization scales, and the reason for each that it does not."""
     kept = {item.name: item.reason for item in anatomy.unmeasured}
     layers = []
     for layer in anatomy.layers:
@@ -235,7 +237,7 @@ def _scalable(anatomy: Anatomy, readout: Layer) -> tuple[list[Layer], dict[str, 
 
 
 def _require_scale(layer: Layer) -> None:
-    """Refuse a matrix whose outputs are not seen, or not proportional to a parameter."""
+    """Refuse a matrix whose outputs cannot be observed or are not proportional to a parameter."""
     reason = layer.no_features if layer.module is None else ""
     if layer.compute is not None:
         reason = "its weight is computed from others"
@@ -247,39 +249,34 @@ def _require_scale(layer: Layer) -> None:
 
 
 def _blocks(module: nn.Module, matrices: set[nn.Parameter]) -> Blocks:
-    """Return every trained parameter in one block: those of a module without parts share one if it has one matrix."""
-    found: Blocks = {}
+    """Return the blocks of trained parameters. Those of a module without children share one if it has one matrix."""
+    blocks: Blocks = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             owner = name.rpartition(".")[0]
             part = module.get_submodule(owner)
-            few = sum(p in matrices for p in part.parameters(recurse=False)) <= 1
-            together = owner and few and not any(part.children())
-            found.setdefault(owner if together else name, []).append((name, parameter))
-    return found
-
-
-def _scaled(part: nn.Module, is_readout: bool) -> list[nn.Parameter]:
-    """Return the tensors that a layer's factor multiplies: of the readout the weight alone."""
-    return [p for key, p in part.named_parameters(recurse=False) if not is_readout or key == "weight"]
+            one_matrix = sum(p in matrices for p in part.parameters(recurse=False)) <= 1
+            shares_block = owner and one_matrix and not any(part.children())
+            blocks.setdefault(owner if shares_block else name, []).append((name, parameter))
+    return blocks
 
 
 @torch.no_grad()
-def _multiply(scaled: Iterable[tuple[Sequence[nn.Parameter], float]]) -> None:
-    """Multiply parameters, each once, by their factors."""
+def _multiply(factors: Sequence[tuple[nn.Module, float]], readout: nn.Module | None = None) -> None:
+    """Multiply the parameters of modules, each once, by their factors; of the readout only the weight."""
     done: set[nn.Parameter] = set()
-    for parameters, factor in scaled:
-        for parameter in parameters:
-            if parameter not in done:
+    for module, factor in factors:
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter not in done and (module is not readout or key == "weight"):
                 parameter.mul_(factor)
                 done.add(parameter)
 
 
 def _check_sizes(trial: Trial, layers: Sequence[Layer]) -> None:
     """Refuse layers whose outputs are not proportional to their parameters."""
-    more = trial.forward_factors(layers)
+    factors = trial.forward_factors(layers)
     for layer in layers:
-        factor = more[layer.sources[0]]
+        factor = factors[layer.sources[0]]
         if abs(factor - 1) > 0.01:
             name, size = layer.info.name, 1 / factor
             raise ValueError(

@@ -133,7 +133,7 @@ def test_what_several_quantities_need_is_paid_for_once():
     state = ("adam_rms", "eps_share", "momentum_cos", "dead_rows")
     one, four = (counted_with(Size(8, 1, 2, 4, 8), keys, None) for keys in (state[:1], state))
     assert [getattr(one, name) for name in EXACT] == [getattr(four, name) for name in EXACT]
-    assert set(state) <= four.known
+    assert set(state) <= four.defined
 
 
 @pytest.mark.parametrize("name", ["counts", "further"])

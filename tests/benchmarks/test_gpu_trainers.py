@@ -23,7 +23,7 @@ def test_training_is_the_same_and_norms_are_those_of_an_svd(title):
     assert one.same or not one.repeats
     assert one.numbers > 50
     # A correction measures Frobenius norms alone.
-    assert math.isnan(one.apart) if trainers.WAYS[title].corrects else one.apart < 0.01
+    assert math.isnan(one.norm_error) if trainers.WAYS[title].corrects else one.norm_error < 0.01
 
 
 class Meddles(SpectralMonitor):
@@ -44,7 +44,7 @@ def test_training_that_is_changed_is_noticed(monkeypatch):
 def test_a_wrong_norm_is_noticed(monkeypatch):
     original = trainers.weights
     monkeypatch.setattr(trainers, "weights", lambda model: {name: 2 * W for name, W in original(model).items()})
-    assert trainers.outcome(trainers.WAYS[trainers.PLAIN], "cpu").apart == pytest.approx(0.5, abs=0.01)
+    assert trainers.outcome(trainers.WAYS[trainers.PLAIN], "cpu").norm_error == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_way_that_fails_stops_no_other():

@@ -51,7 +51,7 @@ def test_a_simulated_step_is_that_of_real_processes(tmp_path, way, tier, config)
     assert found.measured.of(found.measured.operators, "monitor") > 1000
     assert (found.measured.of(found.measured.operators, "replay") > 50) == (tier == "standard")
     assert found.measured.own == pytest.approx(truth.measured.own, rel=0.05)
-    assert (found.layers, found.held) == (truth.layers, truth.held)
+    assert (found.layers, found.local_entries) == (truth.layers, truth.local_entries)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.rates.faults import FAULTS, begin, examine, found, named
+from benchmarks.rates.faults import FAULTS, begin, examine, is_found, named
 from benchmarks.rates.tuned import DATA, TASKS, start, train
 from spectral_monitor import SpectralProbe
 
@@ -18,7 +18,7 @@ QUICK = ("hidden lr x100", "biases at -100", "readout init x30")
 def test_a_fault_is_named_with_its_cause(name):
     fault = FAULTS[name]
     told = examine(fault, DATA, seed=1, narrow=True)
-    assert found(fault, told), told
+    assert is_found(fault, told), told
     # What else is named follows from the fault, and says so. A rate that is planted is that of the bias beside it too.
     beside = [f"{layer}.bias" for layer in fault.layers]
     planted = (*fault.layers, *(name for name in beside if fault.rule(name, torch.zeros(1)) != 1))

@@ -132,7 +132,7 @@ def counted_beside_depthwise(channels: int) -> Counts:
 def test_a_depthwise_convolution_is_not_filled_up_to_the_rows_of_its_neighbours():
     """Its thousands of matrices get few rows each: together 2^18, some seventy times read."""
     counts = counted_beside_depthwise(256)
-    read = sum(of for place, (_, of) in counts.places.items() if place.startswith("functional/features.py"))
+    read = sum(of for place, (_, of) in counts.functions.items() if place.startswith("functional/features.py"))
     assert 2**18 < read < 80 * 8 * 2**18
 
 

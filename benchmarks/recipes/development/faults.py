@@ -44,7 +44,7 @@ RATES = (
     one_rate("GPT, Muon", "head", 0.01),
 )
 
-WHOLE = (
+WHOLE_NETWORK = (
     fault("all rates x30", "MLP, Adam", (*LARGE, "dead"), rates(30.0)),
     fault("all rates x30", "plain CNN, SGD", (*LARGE, "dead"), rates(30.0)),
     fault("all rates x30", "GPT untied, AdamW", LARGE, rates(30.0)),
@@ -266,4 +266,4 @@ PARTS = (
     ),
 )
 
-FAULTS: tuple[Fault, ...] = (*RATES, *WHOLE, *PARTS)
+FAULTS: tuple[Fault, ...] = (*RATES, *WHOLE_NETWORK, *PARTS)

@@ -58,13 +58,13 @@ def gcn(seed: int, width: float = 1.0) -> Run:
         ],
         lr=1e-2,
     )
-    seen = torch.arange(NODES) < 300
+    training = torch.arange(NODES) < 300
 
     return Run(
         model,
         [optimizer],
-        lambda: cross_entropy(model(adjacency, x)[seen], y[seen]),
-        fixed(model, lambda: cross_entropy(model(adjacency, x)[~seen], y[~seen])),
+        lambda: cross_entropy(model(adjacency, x)[training], y[training]),
+        fixed(model, lambda: cross_entropy(model(adjacency, x)[~training], y[~training])),
         200,
     )
 
@@ -264,11 +264,11 @@ def actor_critic(seed: int, width: float = 1.0) -> Run:
         return 0.5 * (target - value).square().mean() - gain
 
     def total_cost() -> Tensor:
-        here, values, costs = starts, [], []
+        current, values, costs = starts, [], []
         for _ in range(60):
-            action, value = model(here)
+            action, value = model(current)
             values.append(value)
-            here, cost = moved(here, action)
+            current, cost = moved(current, action)
             costs.append(cost)
         total, errors = -costs[-1], []
         for cost, value in zip(reversed(costs), reversed(values), strict=True):

@@ -127,10 +127,10 @@ def layerwise(seed: int, width: float = 1.0) -> Run:
     groups = [
         {
             "params": [p for p in stage if (p.ndim > 1) == decays],
-            "lr": 2e-3 * 0.75 ** (depth + 1 - place),
+            "lr": 2e-3 * 0.75 ** (depth + 1 - i),
             "weight_decay": 0.05 if decays else 0.0,
         }
-        for place, stage in enumerate(stages)
+        for i, stage in enumerate(stages)
         for decays in (True, False)
     ]
     return classification(

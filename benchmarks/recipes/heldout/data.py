@@ -17,7 +17,7 @@ from benchmarks.recipes.run import Schedule, batches
 Criterion = Callable[[Tensor, Tensor], Tensor]
 Groups = list[dict[str, object]]
 
-HELD = 512
+HELD_OUT = 512
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -69,11 +69,13 @@ class Supervised:
         seed: int,
         criterion: Criterion = cross_entropy,
         figure: Criterion = cross_entropy,
-        held: int = HELD,
+        held_out: int = HELD_OUT,
     ) -> None:
         self.model, self.size, self.criterion, self.figure = model, size, criterion, figure
         self.generator = seeded(seed)
-        (self.x, self.held_x), (self.y, self.held_y) = ((whole[:-held], whole[-held:]) for whole in data)
+        (self.x, self.held_out_x), (self.y, self.held_out_y) = (
+            (tensor[:-held_out], tensor[-held_out:]) for tensor in data
+        )
 
     def batch(self) -> tuple[Tensor, Tensor]:
         rows = torch.randint(len(self.x), (self.size,), generator=self.generator)
@@ -85,7 +87,7 @@ class Supervised:
 
     def evaluate(self) -> float:
         with still(self.model):
-            return self.figure(self.model(self.held_x), self.held_y).item()
+            return self.figure(self.model(self.held_out_x), self.held_out_y).item()
 
 
 def smoothed(label_smoothing: float) -> Criterion:

@@ -11,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, interpolate, l
 from torch.optim import Adam, AdamW
 
 from benchmarks.rates.tuned import digits
-from benchmarks.recipes.heldout.data import HELD, decayed, seeded, still, wide
+from benchmarks.recipes.heldout.data import HELD_OUT, decayed, seeded, still, wide
 from benchmarks.recipes.recipe import Recipe
 from benchmarks.recipes.run import Run, cosine, warmup_cosine
 
@@ -28,8 +28,8 @@ def strokes() -> Tensor:
 class Draws:
     """Rows of data in random batches, the last ones held back."""
 
-    def __init__(self, data: Tensor, size: int, seed: int, held: int = HELD) -> None:
-        self.data, self.held, self.size = data[:-held], data[-held:], size
+    def __init__(self, data: Tensor, size: int, seed: int, held_out: int = HELD_OUT) -> None:
+        self.data, self.held_out, self.size = data[:-held_out], data[-held_out:], size
         self.generator = seeded(seed)
 
     def __call__(self) -> Tensor:
@@ -75,13 +75,13 @@ def sparse_autoencoder(seed: int, width: float) -> Run:
     draw = Draws(superposed(), 256, seed)
 
     def of(x: Tensor) -> Tensor:
-        again, codes = model(x)
-        return (again - x).square().sum(1).mean() + 0.5 * codes.sum(1).mean()
+        reconstruction, codes = model(x)
+        return (reconstruction - x).square().sum(1).mean() + 0.5 * codes.sum(1).mean()
 
     def evaluate() -> float:
         """The training objective per dimension."""
         with still(model):
-            return of(draw.held).item() / 48
+            return of(draw.held_out).item() / 48
 
     optimizer = Adam(model.parameters(), lr=4e-3, betas=(0.9, 0.999))
     schedule = warmup_cosine(steps, 0.05, 0.1)
@@ -123,9 +123,9 @@ def vae(seed: int, width: float) -> Run:
     def evaluate() -> float:
         """The bound per pixel at the mean code, in nats above the entropy of the pixels themselves."""
         with still(model):
-            x = draw.held.clamp(1e-6, 1 - 1e-6)
+            x = draw.held_out.clamp(1e-6, 1 - 1e-6)
             floor = -(x * x.log() + (1 - x) * (1 - x).log()).mean()
-            return (of(draw.held) / 64 - floor).item()
+            return (of(draw.held_out) / 64 - floor).item()
 
     optimizer = Adam(model.parameters(), lr=2e-3)
     return Run(model, [optimizer], lambda: of(draw()), evaluate, steps)
@@ -206,7 +206,7 @@ def gan(seed: int, width: float) -> Run:
     def evaluate() -> float:
         """Distance of the pixels' moments from real ones'."""
         with still(model):
-            return frechet(draw.held, model.generator(fixed))
+            return frechet(draw.held_out, model.generator(fixed))
 
     return Run(model, optimizers, loss, evaluate, steps, update=update, roles={"judge": "readout"})
 
@@ -249,7 +249,7 @@ def diffusion(seed: int, width: float) -> Run:
     def evaluate() -> float:
         """Mean squared error of the noise, at fixed levels and noise."""
         with still(model):
-            return of(draw.held.repeat(4, 1), seeded(0)).item()
+            return of(draw.held_out.repeat(4, 1), seeded(0)).item()
 
     optimizer = AdamW(decayed(model, 0.01), lr=4e-3, betas=(0.9, 0.99))
     return Run(model, [optimizer], lambda: of(draw(), draw.generator), evaluate, steps, cosine(steps))

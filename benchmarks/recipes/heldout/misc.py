@@ -27,11 +27,11 @@ def molecules(count: int = 3000, nodes: int = 14) -> tuple[Tensor, Tensor]:
     """Random graphs, packed with noisy node features; the class is their kind: even, in two parts, ring, hubs."""
     generator = seeded(11)
     y = torch.randint(4, (count,), generator=generator)
-    place = torch.arange(nodes)
-    parts = (place[:, None] // 7 == place // 7).float()
-    distance = (place[:, None] - place).abs()
+    position = torch.arange(nodes)
+    parts = (position[:, None] // 7 == position // 7).float()
+    distance = (position[:, None] - position).abs()
     ring = (torch.minimum(distance, nodes - distance) <= 2).float()
-    hubs = ((place[:, None] < 2) | (place < 2)).float()
+    hubs = ((position[:, None] < 2) | (position < 2)).float()
     chance = torch.stack((torch.full((nodes, nodes), 0.3), 0.08 + 0.45 * parts, 0.1 + 0.62 * ring, 0.15 + 0.55 * hubs))
     upper = (torch.rand(count, nodes, nodes, generator=generator) < chance[y]).float().triu(1)
     edges = upper + upper.transpose(1, 2)
@@ -165,7 +165,7 @@ def two_tower(seed: int, width: float) -> Run:
     torch.manual_seed(seed)
     model, steps = TwoTower(wide(32, width)), 300
     bce = binary_cross_entropy_with_logits
-    task = Supervised(model, clicks(), 512, seed, bce, bce, held=4000)
+    task = Supervised(model, clicks(), 512, seed, bce, bce, held_out=4000)
     tables = [model.user_embedding.weight, model.item_embedding.weight]
     dense = [p for name, p in model.named_parameters() if "embedding" not in name]
     optimizers = [SparseAdam(tables, lr=1.6e-2), Adam(dense, lr=4e-3)]
@@ -227,8 +227,8 @@ class GridWorld:
 
     def __init__(self) -> None:
         n = self.side
-        place = torch.arange(n * n)
-        row, column = place // n, place % n
+        cell = torch.arange(n * n)
+        row, column = cell // n, cell % n
         moves = ((-1, 0), (1, 0), (0, -1), (0, 1))
         self.next = torch.stack([(row + a).clamp(0, n - 1) * n + (column + b).clamp(0, n - 1) for a, b in moves], 1)
         self.reward = torch.zeros(n * n)
@@ -251,10 +251,10 @@ def q_learning(seed: int, width: float) -> Run:
     generator, taken = seeded(seed), [0]
 
     def loss() -> Tensor:
-        place, action, slip = (torch.randint(high, (128,), generator=generator) for high in (len(world.reward), 4, 4))
+        cell, action, slip = (torch.randint(high, (128,), generator=generator) for high in (len(world.reward), 4, 4))
         moved = torch.where(torch.rand(128, generator=generator) < 0.1, slip, action)
-        following = world.next[place, moved]
-        now, then = model(world.features[place], world.features[following])
+        following = world.next[cell, moved]
+        now, then = model(world.features[cell], world.features[following])
         goal = world.reward[following] + world.discount * then.max(1).values
         return smooth_l1_loss(now.gather(1, action[:, None])[:, 0], goal)
 

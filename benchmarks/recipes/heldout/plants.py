@@ -43,15 +43,15 @@ def modules(run: Run, pattern: str) -> list[tuple[str, nn.Module]]:
     Raises:
         ValueError: there are none.
     """
-    found = [(name, module) for name, module in run.model.named_modules() if fnmatchcase(name, pattern)]
-    if not found:
+    matches = [(name, module) for name, module in run.model.named_modules() if fnmatchcase(name, pattern)]
+    if not matches:
         raise ValueError(f"no module matches {pattern!r}")
-    return found
+    return matches
 
 
 def inputs(change: Callable[[Tensor], Tensor]) -> Plant:
     """Change the model's first input, in training and evaluation."""
-    return lambda run: run.model.register_forward_pre_hook(lambda _, given: (change(given[0]), *given[1:])) and None
+    return lambda run: run.model.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])) and None
 
 
 def outputs(pattern: str, change: Callable[[Tensor], Tensor]) -> Plant:
@@ -59,7 +59,7 @@ def outputs(pattern: str, change: Callable[[Tensor], Tensor]) -> Plant:
 
     def plant(run: Run) -> None:
         for _, module in modules(run, pattern):
-            HANDLES[module] = module.register_forward_hook(lambda _, given, out: change(out))
+            HANDLES[module] = module.register_forward_hook(lambda _, args, out: change(out))
 
     return plant
 
@@ -80,7 +80,7 @@ def targets(factor: float) -> Plant:
     def plant(run: Run) -> None:
         task = run.loss
         assert isinstance(task, Supervised)
-        task.y, task.held_y = factor * task.y, factor * task.held_y
+        task.y, task.held_out_y = factor * task.y, factor * task.held_out_y
 
     return plant
 
@@ -89,12 +89,12 @@ def half_precision(run: Run) -> None:
     """Keep weights in bfloat16; inputs are cast on the way in, outputs on the way out."""
     run.model.bfloat16()
 
-    def into(model: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def into(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         kind = next(model.parameters()).dtype
-        return tuple(x.to(kind) if x.is_floating_point() else x for x in given)
+        return tuple(x.to(kind) if x.is_floating_point() else x for x in args)
 
     run.model.register_forward_pre_hook(into)
-    run.model.register_forward_hook(lambda model, given, out: out.float())
+    run.model.register_forward_hook(lambda model, args, out: out.float())
 
 
 def full_precision(run: Run) -> None:
@@ -143,7 +143,7 @@ def neural_tangent(run: Run) -> None:
             with torch.no_grad():
                 module.weight.mul_(root)
                 module.bias.mul_(root)
-            module.register_forward_hook(lambda _, given, out, root=root: out / root)
+            module.register_forward_hook(lambda _, args, out, root=root: out / root)
 
 
 def biases(pattern: str, value: float) -> Plant:

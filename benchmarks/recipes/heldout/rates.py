@@ -12,10 +12,10 @@ HUGE = ("lr_too_large", "exploding")
 
 def one_layer(recipe: str, layer: str, factor: float, causes: tuple[str, ...] = ()) -> Fault:
     """A single layer's learning rate, multiplied."""
-    usual = SMALL if factor < 1 else HUGE if factor >= 30 else LARGE
+    typical_causes = SMALL if factor < 1 else HUGE if factor >= 30 else LARGE
     rate = f"x{factor:g}" if factor > 1 else f"/{1 / factor:g}"
     plant = rates(factor, f"{layer}.*")
-    return Fault(f"{recipe}: {layer} {rate}", recipe, "held out", plant, causes or usual, (layer,), factor)
+    return Fault(f"{recipe}: {layer} {rate}", recipe, "held out", plant, causes or typical_causes, (layer,), factor)
 
 
 SINGLE = (

@@ -182,8 +182,8 @@ class Experts(nn.Module):
         self.balance = len(self.experts) * (loads * shares.mean(0)).sum()
         out = torch.zeros_like(rows)
         for i, expert in enumerate(self.experts):
-            row, place = (chosen == i).nonzero(as_tuple=True)
-            out = out.index_add(0, row, expert(rows[row]) * weights[row, place, None])
+            row, rank = (chosen == i).nonzero(as_tuple=True)
+            out = out.index_add(0, row, expert(rows[row]) * weights[row, rank, None])
         return out.view_as(x)
 
 

@@ -147,7 +147,7 @@ def tanh_perceptron(seed: int, width: float) -> Run:
     torch.manual_seed(seed)
     d = wide(96, width)
     model, steps = Perceptron(64, d, d, d, 10), 300
-    task = Supervised(model, digits(), 64, seed, held=400)
+    task = Supervised(model, digits(), 64, seed, held_out=400)
     optimizer = NAdam(model.parameters(), lr=2e-3, momentum_decay=4e-3)
     return Run(model, [optimizer], task, task.evaluate, steps)
 
@@ -193,8 +193,8 @@ class Siamese(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = norm(conv(x)).relu()
-        one, two = normalize(self.projection(self.fc(x.mean((2, 3))).relu()), dim=1).chunk(2)
-        return self.logit_scale.clamp(max=math.log(100)).exp() * one @ two.T
+        first, second = normalize(self.projection(self.fc(x.mean((2, 3))).relu()), dim=1).chunk(2)
+        return self.logit_scale.clamp(max=math.log(100)).exp() * first @ second.T
 
 
 class Contrastive(Supervised):
@@ -217,7 +217,7 @@ class Contrastive(Supervised):
     def evaluate(self) -> float:
         generator = torch.Generator().manual_seed(0)
         with still(self.model):
-            batches = [self.views(x, generator) for x in self.held_x.split(128)]
+            batches = [self.views(x, generator) for x in self.held_out_x.split(128)]
             return sum(self.agreement(self.model(x)).item() for x in batches) / len(batches)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of a sweep in plain types: integers, and names of functions and data for a file."""
+"""Arguments of a sweep in plain types: integers, and the names of functions and data that a file keeps."""
 
 from __future__ import annotations
 
@@ -12,40 +12,39 @@ from typing import Any
 from spectral_monitor.scaling.batches import SweepError
 
 
-def integer(given: Any) -> int | None:
-    """Return the value of an integer, those of numpy and of tensors included; ``None`` for anything else, a bool
-    included.
+def integer(value: Any) -> int | None:
+    """Return an integer, also of numpy or of a tensor, as an int; ``None`` for anything else and for a bool.
 
     Example:
         >>> integer(3), integer(3.0), integer("3"), integer(True)
         (3, None, None, None)
     """
     try:
-        return None if isinstance(given, bool) else operator.index(given)
+        return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
 
 
-def positive(name: str, given: Any) -> int:
-    """Return an integer >= 1; raise a SweepError that names the argument if it is none."""
-    found = integer(given)
-    if found is None or found < 1:
-        raise SweepError(f"{name} must be an integer >= 1, got {given!r}")
-    return found
+def positive(name: str, value: Any) -> int:
+    """Return an integer >= 1; raise a SweepError that names the argument if it is not one."""
+    number = integer(value)
+    if number is None or number < 1:
+        raise SweepError(f"{name} must be an integer >= 1, got {value!r}")
+    return number
 
 
-def integers(given: Any) -> list[int]:
-    """Return one integer or several as a list; empty if anything is none.
+def integers(value: Any) -> list[int]:
+    """Return one integer or several as a list; empty if anything else is among them.
 
     Example:
         >>> integers(3), integers(range(2)), integers((1, 2.5)), integers("12"), integers(None)
         ([3], [0, 1], [], [], [])
     """
     try:
-        found = [integer(item) for item in (given if integer(given) is None else [given])]
+        numbers = [integer(item) for item in (value if integer(value) is None else [value])]
     except TypeError:
         return []
-    return [] if None in found else [item for item in found if item is not None]
+    return [] if None in numbers else [number for number in numbers if number is not None]
 
 
 def name_of(function: Any) -> str:
@@ -58,12 +57,12 @@ def name_of(function: Any) -> str:
     if isinstance(function, functools.partial):
         fixed = [*map(_shown, function.args), *(f"{k}={_shown(v)}" for k, v in sorted(function.keywords.items()))]
         return f"{name_of(function.func)}({', '.join(fixed)})"
-    known = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
-    return str(known or type(function).__qualname__)
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    return str(name or type(function).__qualname__)
 
 
 def _shown(value: Any) -> str:
-    """Return an argument as every process shows it, without its address in memory.
+    """Return an argument as text that is the same in every process: without its address in memory.
 
     Example:
         >>> _shown(object()), _shown(functools.partial(integer))
@@ -77,7 +76,7 @@ def _shown(value: Any) -> str:
 
 
 def data_name(data: Any) -> str:
-    """Return the name of data: a function's name, or what is known of it without reading it."""
+    """Return a name of data: that of a function, else its type with shapes or length; nothing is read."""
     if callable(data):
         return name_of(data)
     if isinstance(data, tuple | Mapping):

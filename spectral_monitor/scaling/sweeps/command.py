@@ -1,4 +1,4 @@
-"""The command ``spectral-monitor sweep``: it sweeps what a Python file makes."""
+"""The command ``spectral-monitor sweep``: a sweep of the networks that a function in a Python file makes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spectral_monitor.scaling.sweeps.storage import part_path
 from spectral_monitor.scaling.sweeps.sweep import sweep
 
 FLAGS = {name: f"--{name}" for name in ("parametrization", "optimizer", "lr", "part")} | {"path": "-o"}
-"""What arguments are called here that errors of a sweep are about."""
+"""Argument of a sweep -> its option on the command line, for error messages."""
 
 
 def run_sweep(args: argparse.Namespace) -> None:
@@ -30,7 +30,7 @@ def run_sweep(args: argparse.Namespace) -> None:
     Raises:
         SweepError: an argument that does not fit, in the words of the command.
         ImportError: a file cannot be imported, or matplotlib is missing.
-        ValueError: a file or a function is not there.
+        ValueError: a file or a function does not exist.
     """
     make_module = FromFile.named(args.factory)
     data = FromFile.named(args.data) if args.data else FromFile(make_module.path, args.default_data)
@@ -71,7 +71,7 @@ def run_sweep(args: argparse.Namespace) -> None:
 
 
 def _in_flags(text: str) -> str:
-    """Return an error with the names that arguments have on the command line.
+    """Return an error message in which arguments have their names on the command line.
 
     Example:
         >>> _in_flags("optimizer='adam' goes with parametrization=; part= needs path=")
@@ -81,7 +81,7 @@ def _in_flags(text: str) -> str:
 
 
 def _check_figure(path: Path) -> None:
-    """Refuse, before anything is trained, a figure that cannot be written."""
+    """Refuse a figure that cannot be written, before anything is trained."""
     if not can_draw():
         raise ImportError('--figure needs matplotlib: pip install "spectral-monitor[plots]"')
     if path.suffix not in (".png", ".pdf", ".svg") or not path.parent.is_dir():
@@ -92,7 +92,7 @@ def _check_figure(path: Path) -> None:
 class FromFile:
     """A function in a Python file, imported where it is called, so that other processes can call it too.
 
-    While it runs, modules beside the file can be imported.
+    While it runs, it can import modules from the folder of the file.
     """
 
     path: Path
@@ -103,7 +103,7 @@ class FromFile:
         """Return the function of ``path/to/file.py:function``.
 
         Raises:
-            ValueError: it is not of that form, or there is no such file.
+            ValueError: the text has another form, or there is no such file.
         """
         path, colon, name = text.rpartition(":")
         if not colon or not name.isidentifier():
@@ -114,31 +114,31 @@ class FromFile:
 
     @property
     def __name__(self) -> str:
-        return self.name  # what a sweep calls it, without where the file is
+        return self.name  # a sweep calls it this, without the path of the file
 
     def check(self) -> None:
         """Import the file.
 
         Raises:
-            ImportError: it cannot be imported; the file is named.
-            ValueError: it has no such function; its functions are named.
+            ImportError: it cannot be imported; the error names the file.
+            ValueError: it has no such function; the error names those it has.
         """
         try:
-            with self._beside():
+            with self._folder_importable():
                 module = self._module()
-        except (ImportError, OSError, ValueError) as error:  # which the command says in one sentence
+        except (ImportError, OSError, ValueError) as error:  # the command prints these in one sentence
             raise ImportError(f"{self.path.name} cannot be imported: {type(error).__name__}: {error}") from error
         if not callable(getattr(module, self.name, None)):
-            there = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-            raise ValueError(f"{self.path.name} has no function {self.name!r}; it has {', '.join(there) or 'none'}")
+            names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            raise ValueError(f"{self.path.name} has no function {self.name!r}; it has {', '.join(names) or 'none'}")
 
     def __call__(self, *args: Any) -> Any:
         """Return what the function returns."""
-        with self._beside():
+        with self._folder_importable():
             return getattr(self._module(), self.name)(*args)
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _folder_importable(self) -> Iterator[None]:
         folder = str(self.path.parent)
         sys.path.insert(0, folder)
         try:
@@ -147,7 +147,7 @@ class FromFile:
             sys.path.remove(folder)
 
     def _module(self) -> ModuleType:
-        """Import the file once in a process, under a name that nothing else has."""
+        """Import the file once in a process, under a unique name."""
         name = f"spectral_monitor_sweep_{zlib.crc32(bytes(self.path)):x}"
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, self.path)

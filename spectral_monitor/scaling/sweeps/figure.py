@@ -1,4 +1,4 @@
-"""A sweep as a picture: a panel for each quantity, its layers against width on log-log axes."""
+"""A sweep as a picture: a panel for each quantity, with its layers against width on log-log axes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
     from spectral_monitor.scaling.sweeps.result import SweepResult
 
-PANEL = 3.6
-"""Inches, both ways."""
+PANEL_INCHES = 3.6
+"""Width and height of a panel in inches."""
 COLUMNS = 4
 MAX_LAYERS_IN_LEGEND = 40
-"""Layers in the legend."""
 
 
 def sweep_figure(result: SweepResult) -> Figure:
-    """Draw geometric means over seeds as curves, least to most as bands; see :meth:`SweepResult.figure`."""
+    """Draw means over seeds as curves, smallest to largest values as bands; see :meth:`SweepResult.figure`."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -32,23 +31,24 @@ def sweep_figure(result: SweepResult) -> Figure:
         raise ModuleNotFoundError('a figure needs matplotlib: pip install "spectral-monitor[plots]"') from None
 
     off, other = result.off, "depth" if result.axis == "width" else "width"
-    besides = list(dict.fromkeys(slope.beside for slope in result.slopes)) or [None]
-    panels = [(beside, quantity) for beside in besides for quantity in result.recipe.quantities]
-    rows = len(besides) if len(besides) > 1 else math.ceil(len(panels) / COLUMNS)
+    other_sizes = list(dict.fromkeys(slope.beside for slope in result.slopes)) or [None]
+    panels = [(size, quantity) for size in other_sizes for quantity in result.recipe.quantities]
+    rows = len(other_sizes) if len(other_sizes) > 1 else math.ceil(len(panels) / COLUMNS)
     columns = math.ceil(len(panels) / rows)
-    deepest = max(besides, key=lambda beside: sum(slope.beside == beside for slope in result.slopes))
-    layers = list(dict.fromkeys(s.layer for s in sorted(result.slopes, key=lambda slope: slope.beside != deepest)))
-    places = [0.92 * i / max(1, len(layers) - 1) for i in range(len(layers))]
-    colours = dict(zip(layers, colormaps["viridis"](places), strict=True))
-    figure = Figure(figsize=(PANEL * columns + 2.2, PANEL * rows + 0.7), layout="constrained")
+    # Colours follow the order of layers in the network that has most.
+    largest = max(other_sizes, key=lambda size: sum(slope.beside == size for slope in result.slopes))
+    layers = list(dict.fromkeys(s.layer for s in sorted(result.slopes, key=lambda slope: slope.beside != largest)))
+    shades = [0.92 * i / max(1, len(layers) - 1) for i in range(len(layers))]
+    colours = dict(zip(layers, colormaps["viridis"](shades), strict=True))
+    figure = Figure(figsize=(PANEL_INCHES * columns + 2.2, PANEL_INCHES * rows + 0.7), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    for axis, (beside, quantity) in zip(axes.flat, panels, strict=False):
-        slopes = [s for s in result.slopes if s.quantity == quantity and s.beside == beside]
+    for axis, (size, quantity) in zip(axes.flat, panels, strict=False):
+        slopes = [s for s in result.slopes if s.quantity == quantity and s.beside == size]
         _panel(axis, slopes, colours, off)
-        for (layer, of), limit in result.limits.items():
-            if of == quantity and not limit.reason:
-                axis.axhline(abs(limit.value), color=colours[layer], linestyle=(0, (2, 2)), linewidth=1, zorder=1)
-        axis.set_title(f"{quantity}, {other} {beside}" if len(besides) > 1 else quantity, fontsize=11)
+        for limit in result.limits.values():
+            if limit.quantity == quantity and not limit.reason:
+                axis.axhline(abs(limit.value), color=colours[limit.layer], linestyle=(0, (2, 2)), linewidth=1, zorder=1)
+        axis.set_title(f"{quantity}, {other} {size}" if len(other_sizes) > 1 else quantity, fontsize=11)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     _legend(figure, result, colours)
@@ -81,7 +81,7 @@ def _panel(axis: Axes, slopes: Sequence[Slope], colours: dict[str, Any], off: Se
     axis.minorticks_off()
     axis.set_xlim(sizes[0] * 0.85, sizes[-1] * 1.18)
     axis.set_xlabel(drawn[0].axis)
-    _room(axis)
+    _show_decades(axis)
     _expected(axis, drawn)
     axis.grid(True, which="major", color="0.92", linewidth=0.8)
     axis.set_axisbelow(True)
@@ -89,8 +89,8 @@ def _panel(axis: Axes, slopes: Sequence[Slope], colours: dict[str, Any], off: Se
         axis.spines[side].set_visible(False)
 
 
-def _room(axis: Axes) -> None:
-    """Show at least one and a half decades, so that what is flat looks flat."""
+def _show_decades(axis: Axes) -> None:
+    """Show at least one and a half decades, so that a flat curve looks flat."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     low, high = map(math.log10, axis.get_ylim())
@@ -106,12 +106,12 @@ def _expected(axis: Axes, slopes: Sequence[Slope]) -> None:
     for slope in slopes:
         if not math.isnan(slope.predicted) and not slope.fit.reason:
             by_slope.setdefault(round(slope.predicted, 1) + 0.0, []).append(slope)
-    for some in by_slope.values():
-        predicted = sum(slope.predicted for slope in some) / len(some)
-        sizes = some[0].sizes
+    for group in by_slope.values():
+        predicted = sum(slope.predicted for slope in group) / len(group)
+        sizes = group[0].sizes
         logs = [
             (math.log(size), math.log(abs(value)))
-            for slope in some
+            for slope in group
             for size, value in zip(slope.sizes, slope.values, strict=True)
             if math.isfinite(value)
         ]

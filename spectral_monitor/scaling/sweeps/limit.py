@@ -1,4 +1,4 @@
-"""Limits of layers at infinite width: of a sweep, by a twin or extrapolated from the widths; of a run, by a twin."""
+"""Limits at infinite width: by a twin of infinite width, or for sweeps also extrapolated from the widths."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from spectral_monitor.scaling.sweeps.slope import Slope
 if TYPE_CHECKING:
     from spectral_monitor.scaling.sweeps.result import SweepResult
 
-How = Literal["exact", "extrapolated"]
-FLAT = 0.1
-"""Slopes beyond this, with their whole interval, belong to quantities without a limit."""
+LimitMethod = Literal["exact", "extrapolated"]
+MAX_FLAT_SLOPE = 0.1
+"""A quantity has no limit if the whole interval of its slope is beyond this."""
 
 
 @dataclass(frozen=True)
 class WidthLimit:
-    """One quantity of one layer at infinite width, and the distance of single networks from it."""
+    """One quantity of one layer at infinite width, and the distance of the networks from it."""
 
     layer: str
     quantity: str
     value: float = math.nan  # at infinite width, mean over seeds; NaN where there is none
     # lower end of the 95 % interval of an extrapolated value; the value itself where it is exact
     low: float = math.nan
-    high: float = math.nan  # the same of the upper end
-    # width -> relative distance of the mean over seeds from it
+    high: float = math.nan  # upper end of that interval
+    # width -> distance of the mean over seeds from the limit, relative to it
     distances: Mapping[int, float] = field(default_factory=dict)
-    # what the mean distance of single networks goes like; -1/2 is expected
+    # slope of the mean distance of single networks against width; -1/2 is expected
     fit: Fit = field(default_factory=lambda: Fit(reason="no values"))
     reason: str = ""  # why there is no value; empty if there is one
 
@@ -57,15 +57,15 @@ class WidthLimit:
         return f"at width {width} {self.quantity} of {self.layer} is within {percent} % of its limit"
 
 
-def checked_limit(limit: How | None, axis: str, recipe: SweepConfig, depths: Any) -> How | None:
-    """Return how limits are found.
+def check_limit(limit: LimitMethod | None, axis: str, recipe: SweepConfig, depths: Any) -> None:
+    """Refuse limits that the sweep does not have.
 
     Raises:
-        SweepError: another word, or a sweep that has no such limits.
+        SweepError: an unknown method, or one that does not suit the sweep.
     """
     if limit is None:
-        return None
-    if limit not in get_args(How):
+        return
+    if limit not in get_args(LimitMethod):
         raise SweepError(f"limit must be 'exact' or 'extrapolated', got {limit!r}")
     if axis != "width" or depths is not None:
         raise SweepError("limit= is for sweeps over widths, without depths=")
@@ -73,13 +73,12 @@ def checked_limit(limit: How | None, axis: str, recipe: SweepConfig, depths: Any
         raise SweepError("limit='exact' needs parametrization= and optimizer='sgd': Adam has no exact limit here")
     if limit == "exact" and recipe.processes_per_point > 1:
         raise SweepError("limit='exact' reads the network in this process, and processes_per_point= is more than 1")
-    return limit
 
 
 def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[int, Point | str]:
-    """Return seed -> a twin trained on its data and measured by the same probe, or why there is no limit.
+    """Return seed -> a twin of infinite width trained on its data and measured, or the reason why there is no limit.
 
-    ``width``: of a module to read the shapes from.
+    ``width``: of the module whose shapes are read.
 
     Raises:
         SweepError: the module has no exact limit.
@@ -87,16 +86,18 @@ def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[
     from spectral_monitor.limits.scales import NoLimitError
     from spectral_monitor.limits.twin import twin_inside
 
-    parametrization, lr, held = recipe.parametrization, recipe.lr, dict[str, Any]()
+    parametrization, lr = recipe.parametrization, recipe.lr
     assert parametrization is not None
     assert lr is not None
+    twin: Any = None  # of the latest module
 
     def make(_: int) -> nn.Module:
-        module, held["twin"] = twin_inside(recipe.make_module(width), parametrization, lr)
+        nonlocal twin
+        module, twin = twin_inside(recipe.make_module(width), parametrization, lr)
         return module
 
     def optimizer(_: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(held["twin"].param_groups, lr=lr)
+        return torch.optim.SGD(twin.param_groups, lr=lr)
 
     try:
         make(width)
@@ -105,47 +106,54 @@ def exact_points(recipe: SweepConfig, width: int, seeds: Sequence[int]) -> dict[
     except ValueError as error:
         raise SweepError(str(error)) from error
     at_infinity = replace(
-        recipe, make_module=make, parametrization=None, optimizer=optimizer, lr=None, measured=list(recipe.at)
+        recipe,
+        make_module=make,
+        parametrization=None,
+        optimizer=optimizer,
+        lr=None,
+        measured=list(recipe.measured_steps),
     )
-    found: dict[int, Point | str] = {}
+    points: dict[int, Point | str] = {}
     for seed in seeds:
         point = at_infinity.train(RunKey(width, None, seed))
-        found[seed] = replace(point, measurements=tuple(map(held["twin"].measurement, point.measurements)))
-    return found
+        points[seed] = replace(point, measurements=tuple(map(twin.measurement, point.measurements)))
+    return points
 
 
 def limit_of(result: SweepResult, slope: Slope) -> WidthLimit:
-    """Return the limit of the layer and quantity that a slope of a sweep is of."""
+    """Return the limit of a slope's layer and quantity."""
     layer, quantity, seeds = slope.layer, slope.quantity, list(dict.fromkeys(key.seed for key in result.keys))
-    found = {(p.key.width, p.key.seed): _value(p, result.step, quantity, layer) for p in result.points if not p.failure}
-    rows = {seed: [found.get((width, seed), math.nan) for width in slope.sizes] for seed in seeds}
+    points = {(p.key.width, p.key.seed): p for p in result.points if not p.failure}
+    values = {key: _value(point, result.step, quantity, layer) for key, point in points.items()}
+    rows = {seed: [values.get((width, seed), math.nan) for width in slope.sizes] for seed in seeds}
     if result.limit == "exact":
-        whys = {why for why in result.exact.values() if isinstance(why, str)}
-        if whys:
-            return WidthLimit(layer, quantity, reason=whys.pop())
-        goals = {s: _value(p, result.step, quantity, layer) for s, p in result.exact.items() if isinstance(p, Point)}
-        value = low = high = math.fsum(goals.values()) / len(goals)
+        reasons = {reason for reason in result.exact.values() if isinstance(reason, str)}
+        if reasons:
+            return WidthLimit(layer, quantity, reason=reasons.pop())
+        twins = {seed: point for seed, point in result.exact.items() if isinstance(point, Point)}
+        limits = {seed: _value(point, result.step, quantity, layer) for seed, point in twins.items()}
+        value = low = high = math.fsum(limits.values()) / len(limits)
         if math.isnan(value):
-            point = next(p for p in result.exact.values() if isinstance(p, Point))
-            measured = point.at(result.step)
-            why = "" if measured is None else measured.why(quantity, layer)
-            return WidthLimit(layer, quantity, reason=why or point.failure or "no value at infinite width")
+            point = next(iter(twins.values()))
+            measurement = point.at(result.step)
+            reason = "" if measurement is None else measurement.why(quantity, layer)
+            return WidthLimit(layer, quantity, reason=reason or point.failure or "no value at infinite width")
     else:
-        if not slope.fit.reason and (slope.fit.low > FLAT or slope.fit.high < -FLAT):
+        if not slope.fit.reason and (slope.fit.low > MAX_FLAT_SLOPE or slope.fit.high < -MAX_FLAT_SLOPE):
             return WidthLimit(layer, quantity, reason=f"it {slope.behaviour}")
         fitted = extrapolate(slope.sizes, list(rows.values()))
         if fitted.reason:
             return WidthLimit(layer, quantity, reason=fitted.reason)
-        goals, value, low, high = dict.fromkeys(seeds, fitted.value), fitted.value, fitted.low, fitted.high
-    apart = [[abs(q - goals[seed]) for q in row] for seed, row in rows.items()]
-    means = {}
-    for place, width in enumerate(slope.sizes):
-        known = [row[place] - goals[seed] for seed, row in rows.items() if math.isfinite(row[place])]
-        if known and value:
-            means[width] = abs(math.fsum(known) / len(known) / value)
-    if not means:
+        limits, value, low, high = dict.fromkeys(seeds, fitted.value), fitted.value, fitted.low, fitted.high
+    distances = {}
+    for i, width in enumerate(slope.sizes):
+        deviations = [row[i] - limits[seed] for seed, row in rows.items() if math.isfinite(row[i])]
+        if deviations and value:
+            distances[width] = abs(math.fsum(deviations) / len(deviations) / value)
+    if not distances:
         return WidthLimit(layer, quantity, reason="no values")
-    return WidthLimit(layer, quantity, value, low, high, means, fit_slope(slope.sizes, apart))
+    fit = fit_slope(slope.sizes, [[abs(q - limits[seed]) for q in row] for seed, row in rows.items()])
+    return WidthLimit(layer, quantity, value, low, high, distances, fit)
 
 
 def _value(point: Point, step: int, quantity: str, layer: str) -> float:
@@ -157,17 +165,17 @@ def _value(point: Point, step: int, quantity: str, layer: str) -> float:
 
 
 def limit_sentences(result: SweepResult) -> list[str]:
-    """Return one sentence for each quantity, of the layer that is farthest from its limit, and of those without one."""
-    said = []
+    """Return for each quantity a sentence on the layer farthest from its limit, and one on layers without a limit."""
+    sentences = []
     for quantity in result.recipe.quantities:
-        some = [limit for (_, of), limit in result.limits.items() if of == quantity]
-        known = [limit for limit in some if not limit.reason]
-        if known:
-            said.append(max(known, key=lambda limit: limit.distances[max(limit.distances)]).sentence)
-        reasons = list(dict.fromkeys(limit.reason for limit in some if limit.reason))
+        limits = [limit for limit in result.limits.values() if limit.quantity == quantity]
+        reached = [limit for limit in limits if not limit.reason]
+        if reached:
+            sentences.append(max(reached, key=lambda limit: limit.distances[max(limit.distances)]).sentence)
+        reasons = [limit.reason for limit in limits if limit.reason]
         if reasons:
-            said.append(f"no limit of {quantity} in {len(some) - len(known)} of {len(some)} layers: {reasons[0]}")
-    return said
+            sentences.append(f"no limit of {quantity} in {len(reasons)} of {len(limits)} layers: {reasons[0]}")
+    return sentences
 
 
 def reference_run(
@@ -184,16 +192,16 @@ def reference_run(
     """Return what the probe would measure on a module of infinite width in the first steps of SGD.
 
     Args:
-        make_module: from a width to a module, as for :func:`~spectral_monitor.scaling.sweep`: an ``nn.Sequential`` of
-            two linear layers, with or without an activation such as ``nn.Tanh`` between them. Or a module around one
-            that has all its parameters and returns the loss.
+        make_module: makes a module of a width, as for :func:`~spectral_monitor.scaling.sweep`: an ``nn.Sequential`` of
+            two linear layers, with or without an activation such as ``nn.Tanh`` between them; or a module around one
+            that holds all its parameters and returns the loss.
         data: as for ``sweep``; for the order of your training give its batches as a list.
         parametrization: with maximal updates, such as ``MUP``.
         lr: the learning rate that the parametrization's factors multiply.
         steps: of SGD.
-        measured: which of them; by default the first and the last.
+        measured: the steps that are measured; by default the first and the last.
         quantities: as for the probe.
-        seed: of the data's order.
+        seed: of the order of the data.
 
     Raises:
         ValueError: another module, a parametrization without this limit, data or numbers that do not fit.

@@ -50,8 +50,8 @@ class Point:
         key: its width, depth and seed.
         measurements: of the steps that were measured, in order.
         losses: of every step, before it.
-        failure: why nothing of it can be used, such as ``"the loss is nan at step 4"``; empty if all went well.
-        places: layer -> where the parametrization saw its parameter; empty without one.
+        failure: why it cannot be used, such as ``"the loss is nan at step 4"``; empty if it can.
+        places: layer -> position of its parameter, by which the parametrization chose its rule; empty without one.
     """
 
     key: RunKey
@@ -62,7 +62,7 @@ class Point:
 
     @property
     def layers(self) -> tuple[LayerInfo, ...]:
-        """Return the layers of the network; none if nothing was measured."""
+        """The layers of the network; none if nothing was measured."""
         return self.measurements[0].layers if self.measurements else ()
 
     def at(self, step: int) -> Measurement | None:
@@ -75,7 +75,7 @@ class SweepConfig:
     """Settings of training and measuring every point of a sweep; see :func:`~spectral_monitor.scaling.sweep`.
 
     Raises:
-        ValueError: saying what does not fit, and what does.
+        ValueError: an argument does not fit; the message says what does.
     """
 
     make_module: MakeModule
@@ -89,8 +89,8 @@ class SweepConfig:
     roles: Mapping[str, str] | None = None
     blocks: Mapping[str, int] | None = None
     processes_per_point: int = 1
-    at: tuple[int, ...] = field(init=False)
-    family: str = field(init=False)
+    measured_steps: tuple[int, ...] = field(init=False)
+    family: str = field(init=False)  # of the parametrization's optimizer; empty without a parametrization
 
     def __post_init__(self) -> None:
         if not callable(self.make_module) or isinstance(self.make_module, nn.Module):
@@ -100,12 +100,12 @@ class SweepConfig:
             )
         check_data(self.data)
         steps = positive("steps", self.steps)
-        at = tuple(sorted({*integers((1, steps) if self.measured is None else self.measured)}))
-        if not at or not all(1 <= step <= steps for step in at):
+        measured_steps = tuple(sorted({*integers((1, steps) if self.measured is None else self.measured)}))
+        if not measured_steps or not all(1 <= step <= steps for step in measured_steps):
             raise SweepError(f"measured must name steps from 1 to {steps}, got {self.measured!r}")
         processes = positive("processes_per_point", self.processes_per_point)
         object.__setattr__(self, "steps", steps)
-        object.__setattr__(self, "at", at)
+        object.__setattr__(self, "measured_steps", measured_steps)
         object.__setattr__(self, "processes_per_point", processes)
         object.__setattr__(self, "quantities", resolve(self.quantities))
         object.__setattr__(self, "family", self._family())
@@ -136,7 +136,7 @@ class SweepConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that make points comparable, in plain types; widths, depths and seeds may be added later."""
+        """The settings that all points share, in plain types; widths, depths and seeds may be added later."""
         parametrization = None
         if self.parametrization is not None:
             rules = hashlib.sha256(repr(self.parametrization).encode()).hexdigest()[:8]
@@ -145,7 +145,7 @@ class SweepConfig:
             "make_module": name_of(self.make_module),
             "data": data_name(self.data),
             "steps": self.steps,
-            "measured": list(self.at),
+            "measured": list(self.measured_steps),
             "quantities": list(self.quantities),
             "parametrization": parametrization,
             "optimizer": name_of(self.optimizer) if callable(self.optimizer) else self.family or None,
@@ -156,7 +156,7 @@ class SweepConfig:
         }
 
     def build(self, key: RunKey) -> nn.Module:
-        """Build the module of a point; this draws from the global generators.
+        """Build the module of a point; it draws from the global random generators.
 
         Raises:
             SweepError: the factory returned something else.
@@ -167,16 +167,16 @@ class SweepConfig:
         return module
 
     def shapes(self, key: RunKey) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a point's parameters; no random state is changed."""
+        """Return the shapes of a point's parameters; random states stay as they are."""
         with seeded("module", key.seed):
             return {name: tuple(p.shape) for name, p in self.build(key).named_parameters()}
 
     def train(self, key: RunKey) -> Point:
-        """Train a network and measure it; random states are as before.
+        """Train a network and measure it; random states stay as they are.
 
         Raises:
-            ValueError: the factory, the data or the module does not do what a sweep needs.
-            RuntimeError: the user's code raised an error, which is the cause; the point is named.
+            SweepError: the factory, the data or the module does not do what a sweep needs.
+            RuntimeError: the user's code raised an error, which is the cause; the message names the point.
         """
         try:
             with seeded("module", key.seed), warnings.catch_warnings():
@@ -189,20 +189,20 @@ class SweepConfig:
 
     def _train(self, key: RunKey) -> Point:
         module = self.build(key)
-        places = self._places(module)
+        positions = self._positions(module)
         optimizer, schedulers = self._optimizer(module)
-        step_of = _TrainingStep(module)
-        with _refused_in_words():
+        training_step = _TrainingStep(module)
+        with _as_sweep_error():
             if self.processes_per_point == 1:
                 refuse_several("a point of a sweep")
             probe = SpectralProbe(
-                step_of,
+                training_step,
                 optimizer,
                 quantities=self.quantities,
                 roles=self.roles,
                 blocks=self.blocks,
                 drift_every=1,
-                history=len(self.at),
+                history=len(self.measured_steps),
                 mode="observe",
             )
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -211,11 +211,11 @@ class SweepConfig:
         with closing(batches(self.data, key.seed)) as data:  # type: ignore[type-var]  # a generator
             for step in range(1, self.steps + 1):
                 batch = moved(next(data), device)
-                probe.steps = step - 1  # of those between nothing is asked
+                probe.steps = step - 1  # the probe is not called in steps between measured ones
                 try:
-                    with probe.step() if step in self.at else nullcontext():
+                    with probe.step() if step in self.measured_steps else nullcontext():
                         optimizer.zero_grad()
-                        loss = step_of(batch, step - 1)
+                        loss = training_step(batch, step - 1)
                         if not loss.requires_grad:
                             raise SweepError("the loss has no gradient: nothing in it can be trained")
                         losses.append(mean_over_processes(loss))
@@ -226,39 +226,39 @@ class SweepConfig:
                 except _DivergedError:
                     failure = f"the loss is {losses[-1]} at step {step}"
                     break
-                for scheduler, every in schedulers:
-                    if step % every == 0:
+                for scheduler, interval in schedulers:
+                    if step % interval == 0:
                         scheduler.step()
-        measurements = tuple(_lasting(measurement) for measurement in probe.measurements)
-        missing = [step for step in self.at if step not in {m.step for m in measurements}]
+        measurements = tuple(map(_without_verdicts, probe.measurements))
+        missing = [step for step in self.measured_steps if step not in {m.step for m in measurements}]
         if missing and not failure:
             failure = f"step {missing[0]} could not be measured, a warning said why"
-        return Point(key, measurements, tuple(losses), failure, places)
+        return Point(key, measurements, tuple(losses), failure, positions)
 
-    def _places(self, module: nn.Module) -> dict[str, LayerPosition]:
-        """Return layer -> the place that the parametrization's rules see; none without a parametrization."""
+    def _positions(self, module: nn.Module) -> dict[str, LayerPosition]:
+        """Return layer -> position by which the parametrization chooses its rule; none without a parametrization."""
         if self.parametrization is None:
             return {}
-        with _refused_in_words():
-            layers = [
-                layer for layer in dissect(module, roles=self.roles, blocks=self.blocks).layers if layer.compute is None
-            ]
-            places = by_parameter(module, layers)
-        return {layer.info.name: places[id(layer.sources[0])] for layer in layers}
+        with _as_sweep_error():
+            anatomy = dissect(module, roles=self.roles, blocks=self.blocks)
+            layers = [layer for layer in anatomy.layers if layer.compute is None]
+            positions = by_parameter(module, layers)
+        return {layer.info.name: positions[id(layer.sources[0])] for layer in layers}
 
     def _optimizer(self, module: nn.Module) -> tuple[Optimizer, list[tuple[Any, int]]]:
-        """Return the optimizer of a module, and the schedulers that go with steps and their intervals."""
+        """Return the optimizer of a module, and each scheduler of steps with its interval."""
         if self.parametrization is not None:
             assert self.lr is not None
-            p, family = self.parametrization, self.family
-            with _refused_in_words():
-                p.init_(module, roles=self.roles, blocks=self.blocks)
-                groups = p.param_groups(module, self.lr, cast(Family, family), roles=self.roles, blocks=self.blocks)
+            family = cast(Family, self.family)
+            names: dict[str, Any] = {"roles": self.roles, "blocks": self.blocks}
+            with _as_sweep_error():
+                self.parametrization.init_(module, **names)
+                groups = self.parametrization.param_groups(module, self.lr, family, **names)
             return OPTIMIZERS[family](groups, lr=self.lr), []
         if callable(self.optimizer):
-            made: Any = self.optimizer(module)
+            configuration: Any = self.optimizer(module)
         elif callable(configure := getattr(module, "configure_optimizers", None)):
-            made = configure()
+            configuration = configure()
         else:
             raise SweepError(
                 "nothing says how to train: give parametrization= and lr=, or the module a configure_optimizers or, "
@@ -266,7 +266,7 @@ class SweepConfig:
             )
         if getattr(module, "automatic_optimization", True) is False:
             raise SweepError("the module optimizes by hand (automatic_optimization = False), which a sweep cannot")
-        return _configured(made)
+        return _optimizer_and_schedulers(configuration)
 
 
 class _DivergedError(Exception):
@@ -274,8 +274,8 @@ class _DivergedError(Exception):
 
 
 @contextmanager
-def _refused_in_words() -> Iterator[None]:
-    """Raise refusals of our own code as SweepError; they are no errors of the user's code."""
+def _as_sweep_error() -> Iterator[None]:
+    """Raise ValueErrors of our own code as SweepError, to tell them from errors of the user's code."""
     try:
         yield
     except ValueError as error:
@@ -283,44 +283,45 @@ def _refused_in_words() -> Iterator[None]:
 
 
 class _TrainingStep(nn.Module):
-    """The whole way from a batch to the loss as one call of a module; layers keep their names."""
+    """The way from a batch to the loss as one call of a module; layers keep their names."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._checkpoint_wrapped_module = module  # a name that anatomy takes for a wrapper's
+        self._checkpoint_wrapped_module = module  # a name that the anatomy knows as a wrapper's
 
     def forward(self, batch: Any, index: int) -> Tensor:
         module = self._checkpoint_wrapped_module
         loss = loss_of(module, batch, index)
         if not isinstance(loss, Tensor) or loss.ndim:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            called = "training_step" if callable(getattr(module, "training_step", None)) else "the module"
+            kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            function = "training_step" if callable(getattr(module, "training_step", None)) else "the module"
             raise SweepError(
-                f"{called} returned {what}: a sweep trains on a scalar loss, from module.training_step(batch, i) if "
+                f"{function} returned {kind}: a sweep trains on a scalar loss, from module.training_step(batch, i) if "
                 "there is one, else from module(*batch)"
             )
         return loss
 
 
-def _configured(made: Any) -> tuple[Optimizer, list[tuple[Any, int]]]:
-    """Return an optimizer in one of the forms Lightning allows; schedulers that go with steps, and their intervals."""
-    schedulers: list[Any] = []
-    if isinstance(made, Sequence) and len(made) == 2 and isinstance(made[0], Sequence):
-        made, schedulers = made[0], list(made[1]) if isinstance(made[1], Sequence) else [made[1]]
-    if isinstance(made, Sequence):
-        if len(made) != 1:
-            raise SweepError(f"a sweep trains with one optimizer, got {len(made)}")
-        made = made[0]
-    if isinstance(made, Mapping):
-        schedulers += [made["lr_scheduler"]] if "lr_scheduler" in made else []
-        made = made.get("optimizer")
-    if not isinstance(made, Optimizer):
-        raise SweepError(f"a sweep needs a torch.optim.Optimizer, got a {type(made).__name__}")
-    steps = [s for s in schedulers if isinstance(s, Mapping) and s.get("interval") == "step"]
-    return made, [(s["scheduler"], s.get("frequency", 1)) for s in steps]
+def _optimizer_and_schedulers(configuration: Any) -> tuple[Optimizer, list[tuple[Any, int]]]:
+    """Return the optimizer, and each scheduler of steps with its interval, from any form that Lightning allows."""
+    optimizer, schedulers = configuration, list[Any]()
+    if isinstance(optimizer, Sequence) and len(optimizer) == 2 and isinstance(optimizer[0], Sequence):
+        optimizer, schedulers = optimizer
+        schedulers = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
+    if isinstance(optimizer, Sequence):
+        if len(optimizer) != 1:
+            raise SweepError(f"a sweep trains with one optimizer, got {len(optimizer)}")
+        optimizer = optimizer[0]
+    if isinstance(optimizer, Mapping):
+        schedulers += [optimizer["lr_scheduler"]] if "lr_scheduler" in optimizer else []
+        optimizer = optimizer.get("optimizer")
+    if not isinstance(optimizer, Optimizer):
+        raise SweepError(f"a sweep needs a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+    of_steps = [s for s in schedulers if isinstance(s, Mapping) and s.get("interval") == "step"]
+    return optimizer, [(s["scheduler"], s.get("frequency", 1)) for s in of_steps]
 
 
-def _lasting(measurement: Measurement) -> Measurement:
-    """Return what is kept of a measurement: no verdicts, because a sweep has its own, and nothing of this machine."""
+def _without_verdicts(measurement: Measurement) -> Measurement:
+    """Return a measurement without verdicts, because a sweep has its own, and without timings of this machine."""
     summary = {key: value for key, value in measurement.summary.items() if key not in ("overhead_ms", "violations")}
     return Measurement(measurement.step, measurement.layers, measurement.values, summary, reasons=measurement.reasons)

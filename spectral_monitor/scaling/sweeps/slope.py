@@ -1,4 +1,4 @@
-"""The slope of one quantity of one layer over the width, and its meaning."""
+"""The slope of one quantity of one layer over the width or depth, and its meaning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from spectral_monitor.fitting.power_law import Fit
 
 TOLERANCE = 0.1
-"""Slopes this close are alike: over a factor of 16 in width that makes 30 %, what small widths are off by anyway."""
+"""Slopes this close count as equal. Over 16 times the width that is 30 %, as much as small widths deviate anyway."""
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,18 @@ class Slope:
     """The slope of one quantity of one layer over the width, or the depth.
 
     Attributes:
-        layer: its name; in a sweep over depths of several alike ``"blocks.*.mlp (first)"``, ``(middle)``, ``(last)``.
+        layer: its name; in a sweep over depths, layers of a family are ``"blocks.*.mlp (first)"``, ``(middle)``,
+            ``(last)``.
         quantity: a key of the registry.
         axis: ``"width"`` or ``"depth"``.
-        beside: the depth, or the width, that all of it has; ``None`` where depths were not asked for.
+        beside: the depth (or width) of all its networks; ``None`` without ``depths=``.
         sizes: n widths or depths.
         values: n geometric means over the seeds; NaN where there is none.
         least, most: n values each, the smallest and the largest in size over the seeds.
-        fit: the slope on log-log axes, its interval and what they are from, or why there is none.
-        predicted: the slope that theory predicts; NaN where it says nothing.
+        fit: the slope on log-log axes and its interval, or the reason why there is none.
+        predicted: the slope that theory predicts; NaN where it predicts none.
         excluded: values left out, with the reason.
-        note: what else to know, such as that the layer's shape does not change.
+        note: a remark, such as that the layer's shape does not change.
     """
 
     layer: str
@@ -45,8 +46,9 @@ class Slope:
 
     @property
     def verdict(self) -> str:
-        """With a prediction ``"as predicted"`` or ``"not as predicted"``, without one ``"flat"``, ``"grows"`` or
-        ``"vanishes"``, where the interval lies on one side of the tolerance; else ``"unclear"``, or ``"no slope"``.
+        """``"as predicted"`` or ``"not as predicted"``; without a prediction ``"flat"``, ``"grows"`` or ``"vanishes"``.
+
+        ``"unclear"`` where the interval lies both inside and outside the tolerance; ``"no slope"`` without a slope.
         """
         if self.fit.reason:
             return "no slope"
@@ -68,14 +70,14 @@ class Slope:
             return f"not as predicted: {self.behaviour}"
         if self.verdict == "unclear":
             inside = self.fit.low <= self._expected <= self.fit.high
-            fits = "it may be flat" if math.isnan(self.predicted) else "it fits the prediction"
-            but = f", but {fits}" if inside else ""
-            return f"unclear{but}: try more {'seeds' if self.fit.how == 'seeds' else 'seeds or sizes'}"
+            guess = "it may be flat" if math.isnan(self.predicted) else "it fits the prediction"
+            hint = "seeds" if self.fit.how == "seeds" else "seeds or sizes"
+            return f"unclear{f', but {guess}' if inside else ''}: try more {hint}"
         return self.verdict if self.verdict in ("as predicted", "flat") else self.behaviour
 
     @property
     def behaviour(self) -> str:
-        """Its behaviour in words: flat, growing or vanishing, and how fast."""
+        """The behaviour in words: flat, growing or vanishing, and how fast."""
         if abs(self.fit.slope) <= TOLERANCE:
             return "flat"
         verb = "grows" if self.fit.slope > 0 else "vanishes"
@@ -83,12 +85,12 @@ class Slope:
 
     @property
     def distance(self) -> float:
-        """From the slope to the predicted one, or to 0."""
+        """The distance from the predicted slope; without a prediction from 0."""
         return abs(self.fit.slope - self._expected)
 
     @property
     def _expected(self) -> float:
-        """The predicted slope; without a prediction 0, which is flat."""
+        """The predicted slope; 0 (flat) without a prediction."""
         return 0.0 if math.isnan(self.predicted) else self.predicted
 
     def to_row(self) -> dict[str, Any]:

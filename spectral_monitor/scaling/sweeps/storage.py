@@ -1,4 +1,4 @@
-"""The points of a sweep in files, so that it can be resumed, added to, and shared out between jobs."""
+"""The points of a sweep in files, so that it can be resumed, extended and divided between jobs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from spectral_monitor.reporting.files.json_values import is_torn, plain, read_as
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.point import Point, RunKey
 
-START = '{"format":"spectral_monitor.sweep","version":1,'
-"""Of every line. Each stands for itself, so that files may be joined, and a line that was cut short left out."""
+LINE_START = '{"format":"spectral_monitor.sweep","version":1,'
+"""The start of every line. Lines are independent: files may be joined, and a truncated line is left out."""
 
 
 def part_path(path: Path, part: tuple[int, int] | None) -> Path:
-    """Return the file that a part writes: its own, beside that of the sweep, because not all file systems can share
-    one.
+    """Return the file of a part, beside that of the sweep: on some file systems jobs cannot share one file.
 
     Example:
         >>> part_path(Path("sweep.jsonl"), (2, 8)).name
@@ -36,21 +35,21 @@ def append(path: Path, point: Point, settings: Mapping[str, Any]) -> None:
     """Add a point, in one write.
 
     Raises:
-        OSError: it cannot be written to.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         torn = "\n" if is_torn(file) else ""
         row = json.dumps(plain(_row(point, settings)), separators=(",", ":"), allow_nan=False)
-        file.write(f"{torn}{START}{row[1:]}\n".encode())
+        file.write(f"{torn}{LINE_START}{row[1:]}\n".encode())
 
 
 def read(path: Path, settings: Mapping[str, Any]) -> dict[RunKey, Point]:
-    """Return the points in a sweep's file and in those of its parts; none if there are none.
+    """Return the points in a sweep's file and in those of its parts.
 
     Raises:
-        ValueError: a file is of something else, or of another sweep, and what is different is named.
-        OSError: it cannot be read.
+        ValueError: a file is not of a sweep, or of another one; the message names the difference.
+        OSError: a file cannot be read.
     """
     if path.is_dir():
         raise SweepError(f"{str(path)!r} is a folder: give the name of a file")
@@ -66,20 +65,20 @@ def read(path: Path, settings: Mapping[str, Any]) -> dict[RunKey, Point]:
 
 def _points(file: Path, lines: Iterable[str], settings: Mapping[str, Any]) -> Iterable[Point]:
     for number, line in enumerate(lines, start=1):
-        if not line.startswith(START) and not START.startswith(line):
+        if not line.startswith(LINE_START) and not LINE_START.startswith(line):
             raise SweepError(
                 f"{str(file)!r}, line {number}: not a point of a sweep; give a file of your own to the sweep"
             )
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # cut short, as when a process is killed while it writes
-        if row["settings"] != settings:
-            there, here = row["settings"], settings
-            keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-            what = "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} here" for key in keys)
+            continue  # truncated: a process was killed while it wrote
+        stored = row["settings"]
+        if stored != settings:
+            keys = [key for key in {**stored, **settings} if stored.get(key) != settings.get(key)]
+            changes = "; ".join(f"{key}: {stored.get(key)!r} there, {settings.get(key)!r} here" for key in keys)
             raise SweepError(
-                f"{str(file)!r} has points of another sweep ({what}); give another file, or remove that one"
+                f"{str(file)!r} has points of another sweep ({changes}); give another file, or remove that one"
             )
         yield _point(row)
 
@@ -100,7 +99,7 @@ def _row(point: Point, settings: Mapping[str, Any]) -> dict[str, Any]:
         "failure": point.failure,
         "losses": point.losses,
         "layers": [asdict(info) for info in point.layers],
-        "places": {name: asdict(place) for name, place in point.places.items()},
+        "places": {name: asdict(position) for name, position in point.places.items()},
         "measurements": measurements,
     }
 
@@ -119,5 +118,5 @@ def _point(row: Mapping[str, Any]) -> Point:
     )
     key = RunKey(row["width"], row["depth"], row["seed"])
     losses = tuple(value_of(loss) for loss in row["losses"])
-    places = {name: LayerPosition(**place) for name, place in row.get("places", {}).items()}  # older files have none
-    return Point(key, measurements, losses, row["failure"], places)
+    positions = {name: LayerPosition(**fields) for name, fields in row.get("places", {}).items()}  # not in older files
+    return Point(key, measurements, losses, row["failure"], positions)

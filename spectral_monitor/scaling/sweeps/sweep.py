@@ -1,4 +1,4 @@
-"""Sweeps: the same network at several widths or depths, trained, measured, and what its numbers grow like."""
+"""Sweeps: the same network, trained and measured at several widths or depths, and the growth of its numbers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps import storage as points_file
 from spectral_monitor.scaling.sweeps.arguments import integer, integers, positive
-from spectral_monitor.scaling.sweeps.limit import How, checked_limit, exact_points
+from spectral_monitor.scaling.sweeps.limit import LimitMethod, check_limit, exact_points
 from spectral_monitor.scaling.sweeps.point import MakeModule, MakeOptimizer, RunKey, SweepConfig
 from spectral_monitor.scaling.sweeps.result import SweepResult, evaluated
 from spectral_monitor.scaling.sweeps.workers import Executor, check_executor, trained
 
-NOT_KEPT = "give path=, and the same call trains only what is missing"
+NOT_SAVED = "give path=, and the same call trains only what is missing"
 QUANTITIES = ("weight_natural", "update_natural", "feature_change")
-"""What is measured if nothing is said: the spectral condition, of weights and updates, and what follows from it."""
+"""Measured by default: the spectral condition of weights and updates, and the feature change that follows from it."""
 
 
 def sweep(
@@ -48,28 +48,28 @@ def sweep(
     path: str | os.PathLike[str] | None = None,
     part: tuple[int, int] | None = None,
     progress: bool = True,
-    limit: How | None = None,
+    limit: LimitMethod | None = None,
 ) -> SweepResult:
-    r"""Train and measure a network at several widths, and fit what each layer's quantities grow like.
+    r"""Train and measure a network at several widths, and fit the growth of each layer's quantities.
 
     Every network is trained for a few steps with a :class:`~spectral_monitor.SpectralProbe` around them. The value of
     each quantity at the last step is fitted by ``width^s``: for every seed a line on log-log axes, then the mean of the
-    slopes and Student's 95 % interval. With a parametrization that is held against the slope that theory predicts
-    (:func:`~spectral_monitor.scaling.predict`), without one against 0. It is what the coordinate check of muP shows as
-    a picture, with an answer in words. Biases and gains are left out.
+    slopes and Student's 95 % interval. With a parametrization, the slope is compared with the one that theory predicts
+    (:func:`~spectral_monitor.scaling.predict`), without one with 0. This is muP's coordinate check, with an answer in
+    words. Biases and gains are left out.
 
-    *What is fitted.* Layers are matched by name. A layer whose shape does not change with the width is fitted too, for
-    others feed it, and said to be so. Points whose loss becomes NaN or inf are left out, with the reason. So are values
-    that are 0, NaN or inf, and widths that give the same shapes as another one. A quantity that may be negative is
-    fitted by its size, if it has one sign everywhere. Fewer than three sizes give no slope.
+    *Fitted values.* Layers are matched by name. A layer whose shape does not change with the width is fitted too,
+    because others feed it; a note says so. Points whose loss becomes NaN or inf are left out, with the reason. So are
+    values that are 0, NaN or inf, and widths that give the same shapes as another one. A quantity that may be negative
+    is fitted by its size, if it has one sign everywhere. Fewer than three sizes give no slope.
 
-    *Depth.* With at least three ``widths`` slopes are against width, at each of ``depths``. With fewer widths and at
-    least three ``depths`` they are against depth, at each width, and predicted for one sample. Of layers that differ by
-    the number in their names alone the first, the middle one and the last are followed.
+    *Depth.* With at least three ``widths``, slopes are against width, at each of ``depths``. With fewer widths and at
+    least three ``depths``, they are against depth, at each width, and predicted for one sample. Of layers whose names
+    differ only by a number, the first, middle and last are followed.
 
     *Randomness.* Weights, data order and dropout follow from the seed; the order of the data does not depend on the
-    width. Global random states are as before afterwards. Wherever and in whatever order points run, numbers are the
-    same to the bit on machines of one type with as many threads. ``processes`` share out the threads of this one.
+    width. Global random states are restored. Wherever and in whatever order points run, numbers are bitwise the same
+    on machines of one type with the same number of threads. ``processes`` divide the threads of this process.
 
     Args:
         make_module: ``make_module(width)``, or ``make_module(width, depth)`` if depths are given, makes a module. Its
@@ -77,9 +77,9 @@ def sweep(
             needed, and its settings do not apply), else ``module(*batch)``: a scalar, or a dict with ``"loss"``.
         data: a DataLoader or another collection of batches, read again from its start when there are no more; a tuple
             or dict of tensors, which is the batch of every step; or a function of the seed that returns one of these.
-        widths, depths: what ``make_module`` is called with.
-        seeds: how many, or which. Of three the intervals are twice as wide as of five; with one they are from the
-            residuals of the line, with n - 2 degrees of freedom.
+        widths, depths: arguments of ``make_module``.
+        seeds: their number, or a list. Intervals of three are twice as wide as those of five; with one seed they are
+            from the residuals of the line, with n - 2 degrees of freedom.
         steps: optimizer steps each network is trained for.
         quantities: ``"light"``, ``"standard"`` or a list of keys, as for the probe.
         parametrization: redraws the weights and sets the learning rates, such as ``spectral_monitor.scaling.MUP``.
@@ -90,34 +90,34 @@ def sweep(
         measured: the steps that are measured, for :meth:`SweepResult.at`; by default the first and the last. The last
             of them is fitted. ``feature_drift`` is counted from the first.
         roles, blocks: pattern -> role or number of blocks, where the guess is wrong, as for the probe.
-        processes: networks that are trained at the same time. With more than one, ``make_module``, ``data`` and
+        processes: number of networks trained at the same time. With more than one, ``make_module``, ``data`` and
             ``optimizer`` must be picklable: functions at the top of a module, and the script guarded by
             ``if __name__ == "__main__"``.
         executor: runs the points instead: any ``concurrent.futures`` executor that does not fork, such as that of
-            dask's ``client.get_executor()``. Other objects will do if ``submit(function)`` returns one with ``done()``
-            and ``result()``, such as submitit's executors. It is yours: nothing is shut down. Each point is trained
-            with as many threads as this process has, or as its worker has CPUs if those are fewer.
-        processes_per_point: processes that train each network together, started as torchrun does, wherever the point
-            runs. ``make_module`` returns a network that is wrapped or sharded (DDP, FSDP2), and ``data`` the batches of
-            this process; both are called in each of them, with the process group there and ``LOCAL_RANK`` set. Losses
-            are means over processes.
-        path: a file of JSON lines to which every point goes when it is done. Points that are there already are not
-            trained again; one of other settings is refused.
-        part: ``(i, n)``, i from 1 to n: train the i-th of n shares only, into a file of its own beside ``path``. A
-            sweep without it, of the same path, collects the shares and trains what is missing.
-        progress: show it on stderr, as a bar if tqdm is installed.
-        limit: say what values are at infinite width, and how far from it the networks are. ``"extrapolated"``: from
-            the widths, by ``q + c / n``, for any architecture; ``"exact"``: by :func:`~spectral_monitor.limits.twin`,
+            dask's ``client.get_executor()``. Other objects work if ``submit(function)`` returns one with ``done()``
+            and ``result()``, such as submitit's executors. The sweep does not shut it down. Each point is trained with
+            as many threads as this process has, or as its worker has CPUs if those are fewer.
+        processes_per_point: number of processes that train each network together, started as torchrun does, wherever
+            the point runs. ``make_module`` returns a network that is wrapped or sharded (DDP, FSDP2), and ``data`` the
+            batches of this process. Both are called in each process, with an initialized process group and
+            ``LOCAL_RANK`` set. Losses are means over processes.
+        path: a file of JSON lines to which every finished point is added. Points in the file are not trained again; a
+            file of other settings is refused.
+        part: ``(i, n)``, i from 1 to n: train only the i-th of n parts, into its own file beside ``path``. A sweep of
+            the same path without it collects the parts and trains missing points.
+        progress: show progress on stderr, as a bar if tqdm is installed.
+        limit: also find values at infinite width, and the networks' distances from them. ``"extrapolated"``: from the
+            widths, by ``q + c / n``, for any architecture; ``"exact"``: by :func:`~spectral_monitor.limits.twin`,
             with SGD and a parametrization, where all parameters are in an ``nn.Sequential`` of two linear layers.
 
     Returns:
-        The points and their slopes; ``print`` it for the table, ``.figure()`` for a picture.
+        The points and their slopes: ``print`` shows a table, ``.figure()`` draws a picture.
 
     Raises:
-        ValueError: something that does not fit, such as fewer than three widths, a factory that ignores the width, or
-            a file of another sweep; the offender is named.
+        ValueError: an argument does not fit: fewer than three widths, a factory that ignores the width, a file of
+            another sweep; the message names it.
         RuntimeError: your code raised an error, which is the cause; or points did not come back from their workers,
-            and all others are done. The points are named.
+            and all others are done. The message names the points.
 
     Example:
         >>> import torch
@@ -147,81 +147,82 @@ def sweep(
         lr,
         roles,
         blocks,
-        processes_per_point=processes_per_point,
+        processes_per_point,
     )
     keys, axis = _keys(widths, depths, seeds)
-    limit = checked_limit(limit, axis, recipe, depths)
+    check_limit(limit, axis, recipe, depths)
     processes = positive("processes", processes)
     check_executor(executor, processes, recipe)
     target = None if path is None else Path(path)
     if part is not None and target is None:
         raise SweepError("part= needs path=, where the parts meet")
-    part = None if part is None else _checked(part)
-    share = [key for i, key in enumerate(keys) if part is None or i % part[1] == part[0] - 1]
+    part = None if part is None else _checked_part(part)
+    own_keys = [key for i, key in enumerate(keys) if part is None or i % part[1] == part[0] - 1]
     points = {} if target is None else points_file.read(target, recipe.settings)
-    missing = [key for key in share if key not in points]
+    missing = [key for key in own_keys if key not in points]
     if missing:
         _check_sizes(recipe, keys, axis, elsewhere=executor is not None or recipe.processes_per_point > 1)
     file = None if target is None else points_file.part_path(target, part)
-    kept = f"the others are in {str(file)!r}, and the same call trains what is missing" if file else NOT_KEPT
+    saved = f"the others are in {str(file)!r}, and the same call trains what is missing" if file else NOT_SAVED
     with (
-        _progress(len(share), len(share) - len(missing), progress) as advance,
-        closing(trained(recipe, missing, processes, executor, kept)) as fresh,
+        _progress(len(own_keys), len(own_keys) - len(missing), progress) as advance,
+        closing(trained(recipe, missing, processes, executor, saved)) as new_points,
     ):
-        for point in fresh:
+        for point in new_points:
             points[point.key] = point
             if file is not None:
                 points_file.append(file, point, recipe.settings)
             advance(point.key)
     ordered = sorted(keys, key=lambda key: (key.depth or 0, key.width, key.seed))
-    result = evaluated(recipe, ordered, points.values(), axis, recipe.at[-1])
+    result = evaluated(recipe, ordered, points.values(), axis, recipe.measured_steps[-1])
     if limit == "exact":
-        every = list(dict.fromkeys(key.seed for key in ordered))
-        result = replace(result, exact=exact_points(recipe, ordered[0].width, every))
+        distinct_seeds = list(dict.fromkeys(key.seed for key in ordered))
+        result = replace(result, exact=exact_points(recipe, ordered[0].width, distinct_seeds))
     return replace(result, limit=limit)
 
 
 def _keys(
     widths: int | Sequence[int], depths: int | Sequence[int] | None, seeds: int | Sequence[int]
 ) -> tuple[list[RunKey], Axis]:
-    """Return all points, the small ones first, and what slopes are against."""
-    w, d = _sizes("widths", widths), [None] if depths is None else _sizes("depths", depths)
-    how_many = integer(seeds)
-    s = integers(seeds) if how_many is None else list(range(how_many))
-    if not s or min(s) < 0:
+    """Return the keys of all points, the small ones first, and the axis of slopes."""
+    all_widths, all_depths = _sizes("widths", widths), [None] if depths is None else _sizes("depths", depths)
+    seed_count = integer(seeds)
+    all_seeds = dict.fromkeys(integers(seeds) if seed_count is None else range(seed_count))
+    if not all_seeds or min(all_seeds) < 0:
         raise SweepError(f"seeds must be how many (>= 1) or a list of integers >= 0, got {seeds!r}")
-    axis: Axis = "depth" if len(w) < FEWEST <= len(d) else "width"
-    if len(w) < FEWEST and axis == "width":
-        given = f"widths {', '.join(map(str, w))}" + ("" if depths is None else f" and depths {', '.join(map(str, d))}")
-        raise SweepError(f"a slope needs {FEWEST} widths, or {FEWEST} depths, that differ; got {given}")
-    return [RunKey(width, depth, seed) for width in w for depth in d for seed in dict.fromkeys(s)], axis
+    axis: Axis = "depth" if len(all_widths) < FEWEST <= len(all_depths) else "width"
+    if len(all_widths) < FEWEST and axis == "width":
+        sizes = f"widths {', '.join(map(str, all_widths))}"
+        sizes += "" if depths is None else f" and depths {', '.join(map(str, all_depths))}"
+        raise SweepError(f"a slope needs {FEWEST} widths, or {FEWEST} depths, that differ; got {sizes}")
+    return [RunKey(w, d, seed) for w in all_widths for d in all_depths for seed in all_seeds], axis
 
 
-def _sizes(name: str, given: int | Sequence[int]) -> list[Any]:
-    sizes = integers(given)
+def _sizes(name: str, value: int | Sequence[int]) -> list[Any]:
+    sizes = integers(value)
     if not sizes or min(sizes) < 1:
-        raise SweepError(f"{name} must be integers >= 1, got {given!r}")
+        raise SweepError(f"{name} must be integers >= 1, got {value!r}")
     return sorted(set(sizes))
 
 
-def _checked(part: tuple[int, int]) -> tuple[int, int]:
-    found = integers(part)
-    if len(found) != 2 or not 1 <= found[0] <= found[1]:
+def _checked_part(part: tuple[int, int]) -> tuple[int, int]:
+    numbers = integers(part)
+    if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
         raise SweepError(f"part must be (i, n) with i from 1 to n, got {part!r}")
-    return found[0], found[1]
+    return numbers[0], numbers[1]
 
 
 def _check_sizes(recipe: SweepConfig, keys: Sequence[RunKey], axis: str, elsewhere: bool) -> None:
     """Build the two smallest networks, before any is trained.
 
-    ``elsewhere``: points do not run here, where a device may lack; an error of the factory is left to them.
+    ``elsewhere``: points run in other processes; errors of the factory are left to them, for this process may lack
+    their device.
 
     Raises:
-        SweepError: they are the same.
+        SweepError: the two have the same shapes.
     """
-    first = keys[0]
-    others = [key for key in keys if key._replace(**{axis: getattr(first, axis)}) == first and key != first]
-    small, large = first, others[0]
+    small = keys[0]
+    large = next(key for key in keys if key != small and key._replace(**{axis: getattr(small, axis)}) == small)
     try:
         same = recipe.shapes(small) == recipe.shapes(large)
     except SweepError:
@@ -231,10 +232,8 @@ def _check_sizes(recipe: SweepConfig, keys: Sequence[RunKey], axis: str, elsewhe
             return
         raise RuntimeError(f"make_module, {small} or {large}: {type(error).__name__}: {error}") from error
     if same:
-        sizes = [getattr(key, axis) for key in (small, large)]
-        raise SweepError(
-            f"make_module ignores the {axis}: at {axis} {sizes[0]} and {sizes[1]} all parameters have the same shapes"
-        )
+        sizes = f"{axis} {getattr(small, axis)} and {getattr(large, axis)}"
+        raise SweepError(f"make_module ignores the {axis}: at {sizes} all parameters have the same shapes")
 
 
 @contextmanager
@@ -250,8 +249,8 @@ def _progress(total: int, done: int, show: bool) -> Iterator[Callable[[RunKey], 
         return
     with tqdm(total=total, initial=done, desc="sweep", unit="point") as bar:
 
-        def move(key: RunKey) -> None:
+        def advance(key: RunKey) -> None:
             bar.set_postfix_str(str(key), refresh=False)
             bar.update()
 
-        yield move
+        yield advance

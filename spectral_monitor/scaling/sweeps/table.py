@@ -15,30 +15,30 @@ from spectral_monitor.scaling.sweeps.slope import TOLERANCE, Slope, exponent
 if TYPE_CHECKING:
     from spectral_monitor.scaling.sweeps.result import SweepResult
 
-MAX_NAMES = 2
+MAX_OFFENDERS = 2
 """Offenders in the first line."""
-MAX_LISTED = 20
-"""Points that are left out, below the table."""
+MAX_EXCLUDED = 20
+"""Excluded points listed below the table."""
 ONE_SAMPLE = (
     "predictions against depth are of one sample; in a batch of unlike samples the first layers of a chain, through "
     "which no signal has mixed them yet, have other slopes"
 )
 OFFENDERS = ("not as predicted", "grows", "vanishes")
-_REST = ("unclear", "no slope", "as predicted", "flat")
+_OTHER_VERDICTS = ("unclear", "no slope", "as predicted", "flat")
 
 
 def sweep_table(result: SweepResult) -> Table:
-    """Return the rows of a sweep, offenders first, the farthest off first of all."""
+    """Return a row for each slope: offenders first, the farthest off at the top."""
     off = result.off
-    rows = sorted(result.slopes, key=lambda slope: _place(slope, off))
+    rows = sorted(result.slopes, key=lambda slope: _sort_key(slope, off))
     return Table(sweep_headline(result), tuple(_columns(result, rows)) if rows else (), tuple(_foot(result)))
 
 
-def _place(slope: Slope, off: Sequence[Slope]) -> tuple[int, float]:
-    """Return the key by which rows are sorted: offenders first; others keep the network's order."""
+def _sort_key(slope: Slope, off: Sequence[Slope]) -> tuple[int, float]:
+    """Return the key by which rows are sorted; slopes of one verdict that are no offenders keep the network's order."""
     if slope.verdict in OFFENDERS:
         return slope not in off, -slope.distance
-    return 2 + _REST.index(slope.verdict), 0.0
+    return 2 + _OTHER_VERDICTS.index(slope.verdict), 0.0
 
 
 def _columns(result: SweepResult, rows: Sequence[Slope]) -> list[Column]:
@@ -46,10 +46,10 @@ def _columns(result: SweepResult, rows: Sequence[Slope]) -> list[Column]:
         text_column("layer", [row.layer for row in rows]),
         text_column("quantity", [row.quantity for row in rows]),
     ]
-    besides = [row.beside for row in rows]
-    if len(set(besides)) > 1:
+    other_sizes = [row.beside for row in rows]
+    if len(set(other_sizes)) > 1:
         title = "depth" if rows[0].axis == "width" else "width"
-        columns.append(Column(title, tuple("" if beside is None else str(beside) for beside in besides)))
+        columns.append(Column(title, tuple("" if size is None else str(size) for size in other_sizes)))
     for i, size in enumerate(rows[0].sizes):
         title = f"{rows[0].axis} {size}" if i == 0 else str(size)
         columns.append(Column(title, tuple(number(row.values[i]) for row in rows), spare=1))
@@ -62,8 +62,8 @@ def _columns(result: SweepResult, rows: Sequence[Slope]) -> list[Column]:
     columns.append(Column(f"{CONFIDENCE:.0%} interval", tuple(interval)))
     if any(not math.isnan(row.predicted) for row in rows):
         columns.append(Column("predicted", tuple(_signed(row.predicted) for row in rows)))
-    several = any(row.fit.how == "seeds" for row in rows)
-    columns.append(text_column("verdict", [_words(row, several) for row in rows]))
+    any_over_seeds = any(row.fit.how == "seeds" for row in rows)
+    columns.append(text_column("verdict", [_verdict_cell(row, any_over_seeds) for row in rows]))
     return columns
 
 
@@ -71,9 +71,9 @@ def _signed(value: float) -> str:
     return "-" if math.isnan(value) else f"{round(value, 2) + 0.0:+.2f}"
 
 
-def _words(slope: Slope, several: bool) -> str:
+def _verdict_cell(slope: Slope, any_over_seeds: bool) -> str:
     parts = [slope.sentence]
-    if slope.fit.how == "residuals" and several:
+    if slope.fit.how == "residuals" and any_over_seeds:
         parts.append("of one seed, interval from its residuals")
     if slope.note:
         parts.append(slope.note)
@@ -85,14 +85,14 @@ def _words(slope: Slope, several: bool) -> str:
 
 
 def sweep_headline(result: SweepResult) -> str:
-    """Return what was swept, and the result, in one line."""
+    """Return the sizes, seeds and step of a sweep and its answer, in one line."""
     sizes = sorted({key.width if result.axis == "width" else key.depth or 0 for key in result.keys})
     seeds = len({key.seed for key in result.keys})
-    besides = sorted({row.beside for row in result.slopes if row.beside is not None})
+    other_sizes = sorted({row.beside for row in result.slopes if row.beside is not None})
     other = "depth" if result.axis == "width" else "width"
     parts = [f"{result.axis} {sizes[0]} .. {sizes[-1]}"]
-    if besides:
-        parts.append(f"{other} {', '.join(map(str, besides))}")
+    if other_sizes:
+        parts.append(f"{other} {', '.join(map(str, other_sizes))}")
     parts += [f"{seeds} seed{'s' if seeds > 1 else ''}", f"step {result.step}"]
     return f"sweep over {', '.join(parts)}: {_answer(result)}"
 
@@ -100,28 +100,26 @@ def sweep_headline(result: SweepResult) -> str:
 def _answer(result: SweepResult) -> str:
     if not result.slopes:
         return "no slope, for all points are left out"
-    foretold = [slope for slope in result.slopes if not math.isnan(slope.predicted)]
-    judged, off = foretold or list(result.slopes), result.off
-    p, right = result.recipe.parametrization, "as predicted" if foretold else "flat"
-    under = f" ({p.name}, {result.recipe.family})" if p is not None else ""
-    parts = [f"{sum(slope.verdict == right for slope in judged)} of {len(judged)} {right}{under}"]
+    predicted = [slope for slope in result.slopes if not math.isnan(slope.predicted)]
+    judged, off = predicted or list(result.slopes), result.off
+    parametrization, healthy = result.recipe.parametrization, "as predicted" if predicted else "flat"
+    method = "" if parametrization is None else f" ({parametrization.name}, {result.recipe.family})"
+    parts = [f"{sum(slope.verdict == healthy for slope in judged)} of {len(judged)} {healthy}{method}"]
     for verdict, words in (("unclear", "unclear"), ("no slope", "without a slope")):
         count = sum(slope.verdict == verdict for slope in judged)
         parts += [f"{count} {words}"] if count else []
-    moving = [
-        slope for slope in result.slopes if math.isnan(slope.predicted) and slope.verdict in ("grows", "vanishes")
-    ]
-    if foretold and moving:
-        parts.append(f"{len(moving)} others grow or vanish with {result.axis}")
+    moving = sum(math.isnan(slope.predicted) and slope.verdict in ("grows", "vanishes") for slope in result.slopes)
+    if predicted and moving:
+        parts.append(f"{moving} others grow or vanish with {result.axis}")
     if off:
-        named = ", ".join(f"{slope.layer} {slope.quantity} {_short(slope)}" for slope in off[:MAX_NAMES])
-        parts.append(f"{len(off)} off: {named}{', ...' if len(off) > MAX_NAMES else ''}")
+        names = ", ".join(f"{slope.layer} {slope.quantity} {_behaviour(slope)}" for slope in off[:MAX_OFFENDERS])
+        parts.append(f"{len(off)} off: {names}{', ...' if len(off) > MAX_OFFENDERS else ''}")
     elif len(parts) > 1:
         parts.append("none off")
     return ", ".join(parts)
 
 
-def _short(row: Slope) -> str:
+def _behaviour(row: Slope) -> str:
     if math.isnan(row.predicted):
         return row.behaviour
     expected = "flat" if abs(row.predicted) < 0.005 else f"{row.axis}^{exponent(row.predicted)}"
@@ -129,20 +127,20 @@ def _short(row: Slope) -> str:
 
 
 def _foot(result: SweepResult) -> list[str]:
-    foot = []
+    lines = []
     if result.slopes:
-        foot.append(
+        lines.append(
             f"slope: s in value ~ {result.axis}^s; a verdict is passed where the whole interval lies within "
             f"{TOLERANCE} of what is expected, or outside"
         )
     if result.axis == "depth" and any(not math.isnan(slope.predicted) for slope in result.slopes):
-        foot.append(ONE_SAMPLE)
-    foot += [printable(sentence) for sentence in limit_sentences(result)]
+        lines.append(ONE_SAMPLE)
+    lines += [printable(sentence) for sentence in limit_sentences(result)]
     if {slope.fit.how for slope in result.slopes} - {""} == {"residuals"}:
-        foot.append("one seed: intervals are from the residuals of its lines, and know nothing of other seeds")
+        lines.append("one seed: intervals are from the residuals of its lines, and know nothing of other seeds")
     if result.excluded:
-        shown = list(result.excluded[:MAX_LISTED])
-        if len(result.excluded) > MAX_LISTED:
+        shown = list(result.excluded[:MAX_EXCLUDED])
+        if len(result.excluded) > MAX_EXCLUDED:
             shown.append(f"... ({len(result.excluded)} in all)")
-        foot += ["left out:", *(printable(f"  {text}") for text in shown)]
-    return foot
+        lines += ["left out:", *(printable(f"  {text}") for text in shown)]
+    return lines

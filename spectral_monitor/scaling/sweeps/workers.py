@@ -1,6 +1,4 @@
-"""Points of a sweep trained here, one after the other, or wherever an executor runs them; each in one process, or in
-several as torchrun starts them.
-"""
+"""Training of a sweep's points, here or by an executor; each point in one process or in several, as by torchrun."""
 
 from __future__ import annotations
 
@@ -28,12 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from spectral_monitor.scaling.batches import SweepError
 from spectral_monitor.scaling.sweeps.point import Point, RunKey, SweepConfig
 
-PAUSES = 0.02, 1.0
-"""Seconds between two looks at what runs, from the first to the longest; each is twice the one before."""
+POLL_SECONDS = 0.02, 1.0
+"""The first and the longest number of seconds between two polls of jobs; it doubles each time."""
 MAX_LOST_IN_MESSAGE = 5
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Points in the threads of one process would draw from each other's random numbers, which are the process's."""
+"""Held by the thread that trains a point: random generators are the process's, not the thread's."""
 
 
 @runtime_checkable
@@ -41,10 +39,10 @@ class Job(Protocol):
     """A call that was submitted: a ``concurrent.futures.Future``, or a job of submitit."""
 
     def done(self) -> bool:
-        """Return whether there is a result, or never will be one."""
+        """Return whether the call has ended, with a result or without."""
 
     def result(self) -> Any:
-        """Return what the call returned, or raise why there is nothing."""
+        """Return the result of the call, or raise the error that it ended with."""
 
 
 @runtime_checkable
@@ -52,7 +50,7 @@ class Executor(Protocol):
     """The part of ``concurrent.futures.Executor`` that a sweep needs."""
 
     def submit(self, fn: Callable[[], Any], /) -> Job:
-        """Have a function called, here or elsewhere, soon or later."""
+        """Schedule a call of the function."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,14 @@ class PointJob:
 
     recipe: SweepConfig
     key: RunKey
-    # of torch, all processes of the point together. Sums over other numbers of threads are rounded differently.
+    # of torch, over all processes of the point. With other numbers of threads, sums are rounded differently.
     threads: int
 
     def __call__(self) -> Point | PointFailure:
-        """Return the point; what is wrong with the user's code as a value, for executors change exceptions.
+        """Train the point; return an error of the user's code as a value, because executors change exceptions.
 
         Raises:
-            ChildFailedError: a process of several died, or could not be started.
+            ChildFailedError: one of several processes died or could not be started.
         """
         count = self.recipe.processes_per_point
         if count > 1:
@@ -85,16 +83,16 @@ class PointFailure:
     """An error that :meth:`SweepConfig.train` raised elsewhere."""
 
     message: str  # of the error
-    refused: bool  # it was a :class:`SweepError`
-    trace: str  # where it was raised
+    refused: bool  # whether it was a :class:`SweepError`
+    trace: str  # its traceback
 
     @classmethod
     def of(cls, error: Exception) -> PointFailure:
-        """Return what is left of an error that is being handled."""
+        """Return the failure for an error that is being handled."""
         return cls(str(error), isinstance(error, SweepError), traceback.format_exc())
 
     def error(self) -> Exception:
-        """Return the error, with the place where it was raised as its cause."""
+        """Return the error, with its traceback as the cause."""
         error = SweepError(self.message) if self.refused else RuntimeError(self.message)
         error.__cause__ = _TraceError(f"\n{self.trace}")
         return error
@@ -105,10 +103,10 @@ class _TraceError(Exception):
 
 
 def _torchrun(job: PointJob, count: int) -> Point | PointFailure:
-    """Return what several processes of this machine made of a point together.
+    """Train a point by several processes of this machine together.
 
     Raises:
-        ChildFailedError: one of them died, or could not be started.
+        ChildFailedError: one of them died or could not be started.
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -125,17 +123,17 @@ def _torchrun(job: PointJob, count: int) -> Point | PointFailure:
     with tempfile.TemporaryDirectory(prefix="spectral-monitor-") as folder:
         report = Path(folder, "failure")
         try:
-            found: Point = elastic_launch(config, _member)(job, report)[0]
+            point: Point = elastic_launch(config, _member)(job, report)[0]
         except ChildFailedError:
             if not report.exists():
                 raise
             failure: PointFailure = pickle.loads(report.read_bytes())
             return failure
-    return found
+    return point
 
 
 def _member(job: PointJob, report: Path) -> Point:
-    """Train a point as one of its processes; the first that fails writes a report and ends, so that none waits."""
+    """Train a point as one of its processes. The first that fails writes a report and exits, so that none waits."""
     dist.init_process_group()
     try:
         with _threads(job.threads):
@@ -143,28 +141,28 @@ def _member(job: PointJob, report: Path) -> Point:
     except Exception as error:
         with suppress(FileExistsError), report.open("xb") as file:
             pickle.dump(PointFailure.of(error), file)
-        raise SystemExit(1) from None  # the parent raises what the report says
+        raise SystemExit(1) from None  # the parent raises the reported error
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _threads(wanted: int) -> Iterator[None]:
-    """Inside, torch has the threads that are wanted, but none that would wait for another's CPU."""
-    before = torch.get_num_threads()
+def _threads(count: int) -> Iterator[None]:
+    """Give torch this number of threads, at most one for each CPU; restore the number on exit."""
+    original = torch.get_num_threads()
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(min(wanted, cpus or wanted))
+    torch.set_num_threads(min(count, cpus or count))
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original)
 
 
 def check_executor(executor: Any, processes: int, recipe: SweepConfig) -> None:
-    """Refuse what cannot run points, before anything is trained.
+    """Refuse an executor that cannot run points, before anything is trained.
 
     Raises:
-        SweepError: saying what an executor needs, or which function cannot be sent to it.
+        SweepError: the executor lacks something, or a function cannot be sent to it; the message says which.
     """
     if executor is not None and processes > 1:
         raise SweepError("processes= and executor= are two ways to say where points run: give one of them")
@@ -185,7 +183,7 @@ def check_executor(executor: Any, processes: int, recipe: SweepConfig) -> None:
             )
     picklers: list[Any] = [pickle]
     if not isinstance(executor, ProcessPoolExecutor | None) and "cloudpickle" in sys.modules:
-        picklers.append(sys.modules["cloudpickle"])  # that of dask, submitit and loky, which takes lambdas too
+        picklers.append(sys.modules["cloudpickle"])  # dask, submitit and loky use it; it takes lambdas too
     for name in ("make_module", "data", "optimizer"):
         _check_sent(name, getattr(recipe, name), picklers)
 
@@ -196,8 +194,8 @@ def _check_sent(name: str, function: Any, picklers: Sequence[Any]) -> None:
         try:
             pickler.dumps(function)
             return
-        except Exception as found:
-            error = error or found
+        except Exception as pickling_error:
+            error = error or pickling_error
     raise SweepError(
         f"{name} cannot be sent to another process ({error}): give functions from the top of a module, not lambdas or "
         "functions inside others, and without open files or locks"
@@ -205,33 +203,33 @@ def _check_sent(name: str, function: Any, picklers: Sequence[Any]) -> None:
 
 
 def trained(
-    recipe: SweepConfig, keys: Sequence[RunKey], processes: int, executor: Executor | None, kept: str
+    recipe: SweepConfig, keys: Sequence[RunKey], processes: int, executor: Executor | None, saved: str
 ) -> Generator[Point, None, None]:
     """Train points, and yield each when it is done.
 
     Args:
         processes: of this machine, if there is no executor.
-        kept: a sentence that says what happens to points that are done, for the error if others are lost.
+        saved: where finished points are saved, in words; the end of the error message if others are lost.
 
     Raises:
-        ValueError, RuntimeError: of the first point whose code raised; what was not begun is cancelled.
+        SweepError, RuntimeError: of the first point whose code raised; jobs that have not begun are cancelled.
         RuntimeError: points did not come back; all others were yielded before.
     """
     if executor is not None:
-        yield from _submitted(recipe, keys, executor, torch.get_num_threads(), kept)
+        yield from _submitted(recipe, keys, executor, torch.get_num_threads(), saved)
         return
     workers = min(processes, len(keys))
     if workers < 2:
-        yield from (map(recipe.train, keys) if recipe.processes_per_point == 1 else _by_several(recipe, keys, kept))
+        yield from (map(recipe.train, keys) if recipe.processes_per_point == 1 else _by_several(recipe, keys, saved))
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"))
     try:
-        yield from _submitted(recipe, keys, pool, max(1, torch.get_num_threads() // workers), kept)
+        yield from _submitted(recipe, keys, pool, max(1, torch.get_num_threads() // workers), saved)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _by_several(recipe: SweepConfig, keys: Sequence[RunKey], kept: str) -> Iterator[Point]:
+def _by_several(recipe: SweepConfig, keys: Sequence[RunKey], saved: str) -> Iterator[Point]:
     """Yield points one after the other, each trained by several processes."""
     lost: dict[RunKey, Exception] = {}
     for key in keys:
@@ -244,21 +242,21 @@ def _by_several(recipe: SweepConfig, keys: Sequence[RunKey], kept: str) -> Itera
             raise outcome.error()
         yield outcome
     if lost:
-        raise RuntimeError(_lost_sentence(lost, len(keys), kept)) from next(iter(lost.values()))
+        raise RuntimeError(_lost_sentence(lost, len(keys), saved)) from next(iter(lost.values()))
 
 
 def _submitted(
-    recipe: SweepConfig, keys: Sequence[RunKey], executor: Executor, threads: int, kept: str
+    recipe: SweepConfig, keys: Sequence[RunKey], executor: Executor, threads: int, saved: str
 ) -> Generator[Point, None, None]:
     jobs: dict[RunKey, Job] = {}
     lost: dict[RunKey, Exception] = {}
-    first, longest = PAUSES
+    first, longest = POLL_SECONDS
     pause = first
     try:
-        for key in reversed(keys):  # the large ones, which take longest, first
+        for key in reversed(keys):  # large networks first: they take longest
             try:
                 jobs[key] = executor.submit(PointJob(recipe, key, threads))
-            except Exception as error:  # it broke meanwhile
+            except Exception as error:  # the executor broke meanwhile
                 lost[key] = error
                 continue
             if not isinstance(jobs[key], Job):
@@ -271,7 +269,7 @@ def _submitted(
                 try:
                     # No variable holds the job: dask would train it again if the worker that had done it died.
                     outcome = jobs.pop(key).result()
-                except Exception as error:  # not the point's, which returns its own
+                except Exception as error:  # of the executor: a point returns its own errors
                     lost[key] = error
                     continue
                 if isinstance(outcome, PointFailure):
@@ -287,18 +285,18 @@ def _submitted(
         for job in jobs.values():
             getattr(job, "cancel", lambda: None)()
     if lost:
-        raise RuntimeError(_lost_sentence(lost, len(keys), kept)) from next(iter(lost.values()))
+        raise RuntimeError(_lost_sentence(lost, len(keys), saved)) from next(iter(lost.values()))
 
 
-def _lost_sentence(lost: dict[RunKey, Exception], count: int, kept: str) -> str:
-    named = [str(key) for key in sorted(lost)]
-    if len(named) > MAX_LOST_IN_MESSAGE:
-        named = [*named[:MAX_LOST_IN_MESSAGE], "..."]
+def _lost_sentence(lost: dict[RunKey, Exception], count: int, saved: str) -> str:
+    names = [str(key) for key in sorted(lost)]
+    if len(names) > MAX_LOST_IN_MESSAGE:
+        names = [*names[:MAX_LOST_IN_MESSAGE], "..."]
     error = next(iter(lost.values()))
-    why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if isinstance(error, BrokenProcessPool | ChildFailedError):
-        why = (
+        reason = (
             "a process died: out of memory, or it could not import your script, which needs "
             'if __name__ == "__main__": around what it runs; a notebook\'s functions must go to a module'
         )
-    return f"{len(lost)} of {count} points did not come back from their workers ({'; '.join(named)}): {why}; {kept}"
+    return f"{len(lost)} of {count} points did not come back from their workers ({'; '.join(names)}): {reason}; {saved}"
