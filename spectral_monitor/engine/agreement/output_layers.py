@@ -68,7 +68,7 @@ class Readouts:
         is_readout = readouts(_in_order(calls), self._trainers)
         trainers = {self._trainers[i] for i in is_readout if i in self._trainers}
         called_sources = {id(source) for i in features.calls for source in self.layers[i].sources}
-        report = {i: READOUT if ends else OTHER for i, ends in is_readout.items()}
+        report = {i: READOUT if is_readout[i] else OTHER for i in is_readout}
         for i in self._undecided - set(calls):
             layer = self.layers[i]
             if layer.info.role != "readout" or self._trainers.get(i) not in trainers:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spectral_monitor.capture.hooks.attention import AttentionCall
-from spectral_monitor.engine.attention.conventions import Mask, Sample, dropout_of, masks, rotations
+from spectral_monitor.engine.attention.conventions import Mask, Rotation, Sample, dropout_of, masks, rotations
 from spectral_monitor.engine.results.raw import Raw
 from spectral_monitor.functional.attention import attention_numbers
 from spectral_monitor.layers.attention import AttentionBlock, Projection
@@ -114,13 +114,13 @@ def _table(block: AttentionBlock, call: AttentionCall) -> Tensor:
     """
     sample, query, key, value, output = _parts(block, call)
     module, arguments = block.module, call.arguments
-    turns = rotations(module, arguments, sample)
-    candidates = [(turn, block.stated) for turn in turns] + [(None, block.stated and not (turns or block.rotary))]
-    ways = [(turn, mask, sure) for turn, sure in candidates for mask in masks(module, arguments, sample)][:MAX_WAYS]
+    rotaries: list[tuple[Rotation | None, bool]] = [(x, block.stated) for x in rotations(module, arguments, sample)]
+    rotaries.append((None, block.stated and not (rotaries or block.rotary)))
+    ways = [(rotation, mask, sure) for rotation, sure in rotaries for mask in masks(module, arguments, sample)]
     values, bias = _values(block, value)
     table = _wrong_table().to(query.device)
-    for way, (turn, mask, sure) in enumerate(ways):
-        q, k = (query, key) if turn is None else turn(query, key)
+    for way, (rotation, mask, sure) in enumerate(ways[:MAX_WAYS]):
+        q, k = (query, key) if rotation is None else rotation(query, key)
         table[way] = _numbers(block, q.index_select(2, sample.rows), k, values, output - bias, mask, sure)
     return table
 

@@ -68,7 +68,7 @@ class Replays:
 
     Attributes:
         needs: what must be captured of the step.
-        subset: decides of which samples forwards are run.
+        subset: decides which samples are run.
         probe: the batch ``feature_drift`` is measured on, once there is one.
         outcome: what the last run gave.
         looked_aside: whether there was a pass beside the step.
@@ -87,7 +87,8 @@ class Replays:
         warn_here: WarnOnce,
     ) -> None:
         """``wrapper``: FSDP's, which is called in the model's place to gather its weights; the model if there is none;
-        ``warn_here``: warns of what happened in this process alone.
+        ``compiled``: name of what is compiled, empty if nothing is; ``warn_here``: warns of what happened in this
+        process alone.
         """
         self._model = model
         self._wrapper = wrapper
@@ -170,7 +171,7 @@ class Replays:
         return subset_state
 
     def warn_useless(self, reason: str) -> None:
-        """Warn that the number of samples that the user asked for is of no use, if there is a reason."""
+        """Warn that ``replay_samples`` is of no use, if there is a reason and the user has set it."""
         if reason and not self.subset.automatic:
             self._warn(f"replay_samples is of no use: {reason}; the whole batch is run again")
 
@@ -211,9 +212,9 @@ class Replays:
             self.outcome = replace(self.outcome, drift=self._probe_batch(probe, replay.keys, context))
 
     def _same_batch(self, replayable: Replayable, subset_state: int, replay: Replay, context: Context) -> ReplayResult:
-        tested = subset_state in (UNTESTED_RANDOM, UNTESTED)
-        check = self._check_samples(replayable, subset_state, context) if tested else None
-        may_draw = self._draws_same_numbers(replayable)  # known only before it is run again
+        untested = subset_state in (UNTESTED_RANDOM, UNTESTED)
+        check = self._check_samples(replayable, subset_state, context) if untested else None
+        may_draw = self._draws_same_numbers(replayable)  # before the next run overwrites ``drew``
         portion = self.subset.portion
         try:
             forward = replayable

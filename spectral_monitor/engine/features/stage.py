@@ -67,7 +67,7 @@ class _Shape(NamedTuple):
     rows: int
     features: int
     split: tuple[bool, bool]  # whether processes have parts of the rows, and of the features
-    like: tuple[torch.dtype, torch.device] | None  # in a single process
+    like: tuple[torch.dtype, torch.device] | None  # ``None`` with several processes
 
 
 _Size = tuple[Tensor, int]
@@ -77,9 +77,9 @@ _Size = tuple[Tensor, int]
 def _size(calls: Sequence[_Size]) -> _Size | None:
     """Return the size of several calls; ``None`` if they have no entries."""
     entries = sum(count for _, count in calls)
-    if entries and len(calls) == 1:
-        return calls[0]
-    return (torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
+    if not entries:
+        return None
+    return calls[0] if len(calls) == 1 else (torch.linalg.vector_norm(torch.stack([x for x, _ in calls])), entries)
 
 
 def _rows_size(rows: Tensor | None) -> _Size | None:
@@ -140,7 +140,7 @@ class RowStage:
         if {"backward_speed", "dual_bfa_cos", "backward_rms"} & set(self.settings.keys):
             sizes.update({key: _rows_size(b) for key, b in separate.items()})
         run = sequence if exchange is None else gather
-        yield from run([self._sizes(sizes), self._spectra({**separate, **inputs}), self._of_sums(common)])
+        yield from run([self._sizes(sizes), self._spectra(separate | inputs), self._of_sums(common)])
 
     def _of_sums(self, gradients: Mapping[_Key, Tensor | None]) -> Coroutine[None]:
         """Measure the sums over batches of output gradients, where outputs are the same for all batches."""
@@ -171,7 +171,7 @@ class RowStage:
         if rows is None or (self.cols(i, name) is None and not position.is_owner):
             return _Chosen(0, total, None, None, position.holders)
         if self.exchange is None and len(rows) < position.count:
-            return _Chosen(0, total, rows, None, position.holders)  # chosen when they were seen
+            return _Chosen(0, total, rows, None, position.holders)  # the hooks have chosen already
         end = position.offset + position.count
         offset, index = share_of_rows(position.total, max_rows, position.offset, end, rows.device)
         return _Chosen(offset, total, rows, index, position.holders)
@@ -248,15 +248,15 @@ class RowStage:
         batch: list[tuple[list[_Key], ShardedStack]] = []
         entries = 0
         for shape, group in groups.items():
-            keys, each = list(group), shape.rows * shape.features
-            count = len(keys) if self.exchange is not None else max(1, ROW_ENTRIES // each)
+            keys, size = list(group), shape.rows * shape.features
+            count = len(keys) if self.exchange is not None else max(1, ROW_ENTRIES // size)
             for start in range(0, len(keys), count):
                 stacked = keys[start : start + count]
-                if self.exchange is None and batch and entries + len(stacked) * each > ROW_ENTRIES:
+                if self.exchange is None and batch and entries + len(stacked) * size > ROW_ENTRIES:
                     yield from self._solve(batch)
                     batch, entries = [], 0
                 batch.append((stacked, self._stack({key: group[key] for key in stacked}, shape)))
-                entries += len(stacked) * each
+                entries += len(stacked) * size
         if batch:
             yield from self._solve(batch)
 
