@@ -155,11 +155,8 @@ class RankReports:
 
     def rows(self, i: int, side: str) -> RowRange:
         """Return the position of this process's rows of a layer's ``side``: "inputs" or "outputs"."""
-        if (i, side) not in self._row_ranges:
-            self._row_ranges[(i, side)] = self._rows(i, side)
-        return self._row_ranges[(i, side)]
-
-    def _rows(self, i: int, side: str) -> RowRange:
+        if (i, side) in self._row_ranges:
+            return self._row_ranges[(i, side)]
         keys = [self._owners_key(i, side, rank) for rank in range(len(self.observations))]
         owner: dict[tuple[str, int], int] = {}
         for rank, key in enumerate(keys):
@@ -169,7 +166,8 @@ class RankReports:
         offset = sum(count for other, count in counts.items() if owner[other] < owner[key])
         holders = sum(count > 0 for count in counts.values())
         is_owner = owner[key] == self.rank and key[0] != "none"
-        return RowRange(offset, counts[key], sum(counts.values()), is_owner, holders)
+        self._row_ranges[(i, side)] = RowRange(offset, counts[key], sum(counts.values()), is_owner, holders)
+        return self._row_ranges[(i, side)]
 
     def _owners_key(self, i: int, side: str, rank: int) -> tuple[str, int]:
         """Return a key that is equal for processes that have the same rows."""

@@ -136,11 +136,9 @@ class Linearization:
         Raises:
             Exception: an operation without a derivative in forward mode; anything the model raises.
         """
-        obstacle = NEW_PARAMETERS if _trained(self.model).keys() - self.start.keys() else ""
-        if not self.start:
-            obstacle = NO_START
-        if obstacle:
-            return {(key, i): obstacle for key in keys for i in probe.outputs}
+        if not self.start or _trained(self.model).keys() - self.start.keys():
+            reason = NEW_PARAMETERS if self.start else NO_START
+            return {(key, i): reason for key in keys for i in probe.outputs}
         begin, now = _RowWatcher(probe.outputs), _RowWatcher(probe.outputs)
         # Fused kernels of attention have no derivative in forward mode.
         with torch.inference_mode(False), torch.no_grad(), forward_ad.dual_level():
