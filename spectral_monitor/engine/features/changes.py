@@ -74,7 +74,8 @@ class ChangeStage:
         flags = [float(all_samples), *lost]
         routines.append(mean_of_batches(change, flags, self.rows.reports, self.rows.exchange))
         *layers, (change, flags) = yield from (sequence if self.rows.exchange is None else gather)(routines)
-        self.all_samples, same_lost, drift_lost = map(bool, flags)
+        full_batch, same_lost, drift_lost = flags
+        self.all_samples = bool(full_batch)
         if same_lost:
             facts.no_replay = facts.no_replay or ELSEWHERE
         if drift_lost:
