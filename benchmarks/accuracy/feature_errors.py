@@ -100,7 +100,7 @@ def watch(recipe: Recipe) -> tuple[list[Pair], float]:
         else:
             run.step()
         run.after_step()
-    samples = few._engine.features.replays.slices
+    samples = few._engine.features.replays.subset
     return numbers, 0.0 if samples.portion is None else samples.portion.samples / samples.portion.batch
 
 

@@ -314,7 +314,7 @@ class FakeProcesses(ProcessGroup):
         def census(step: Any, observations: Any, prints: Tensor, processes: Any) -> Any:
             routine = true(step, observations, prints, processes)
             (table,) = yield next(routine)
-            number = [one.name for one in fields(LayerObservation)].index("input_print")
+            number = [one.name for one in fields(LayerObservation)].index("input_hash")
             width, start = len(fields(LayerObservation)), len(fields(StepObservation))
             with _disable_current_modes():
                 table[:] = table[self.rank].clone()

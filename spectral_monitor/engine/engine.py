@@ -110,7 +110,7 @@ class Engine(EngineState):
         self._awaited: frozenset[int] = frozenset()  # in the step that is watched
         self._overwrites = False  # whether an optimizer was seen to overwrite gradients
         returned = not (whole_steps or layout.compiled)
-        again = self.features.replays.run_again
+        again = self.features.replays.rerun
         self.step_loss = StepLoss(model, again, layout.sharded, returned, own_warn, self._guard)
         self.armed = self.idle = False
         self._reported: Settings | None = settings  # None: nothing of the step that is watched
@@ -210,11 +210,11 @@ class Engine(EngineState):
 
     def _measure(self, step: int, given: StepInputs) -> Measurement | None:
         # What this process saw, and from that of all processes what is known of the step.
-        forward = WatchedForward.of(len(self.layers))
+        forward = WatchedForward.empty(len(self.layers))
         with self._guard("looking at what was seen"):
             self._look(forward, given)
         processes = self.processes
-        seen = run(census(self._observed(forward, given), forward.layers, forward.prints, processes), processes)
+        seen = run(census(self._observed(forward, given), forward.layers, forward.output_hashes, processes), processes)
         if not self._agree(seen):
             return None
         if self.idle and any(some.optional for some in seen.steps):
@@ -262,35 +262,35 @@ class Engine(EngineState):
         """Fill in what hooks have recorded of the step's forward, and how it can be run again."""
         self._stage.rest()
         self.attention.rest()
-        forward.whole = self.step_loss.can_run(given)
+        forward.loss_replayable = self.step_loss.can_run(given)
         self.features.look(forward, given)
         observe(forward, self.features, self._facts, self.processes)
 
     def _observed(self, forward: WatchedForward, given: StepInputs) -> StepObservation:
         """Return what this process has to say of the step, after a failure too."""
         stepped, awaited = self._facts.stepped, self._awaited
-        begun, again = forward.begun, forward.again
+        begun, again = forward.backward_loss, forward.replayable
         return StepObservation(
             failed=self._guard.failed,
             stepped=bool(stepped & awaited if awaited else stepped),
             optional=given.only_if_stepped,
             moved=self.features.moved,
             closures=max(self.optimizers.closure_calls.values(), default=0),
-            again=0 if again is None else 1 if isinstance(again, RootCall) else 2,
+            replay_kind=0 if again is None else 1 if isinstance(again, RootCall) else 2,
             loss=forward.loss is not None,
             measured=self.measured,
             drifts=self.drifts,
             probe=self.probe_taken,
-            part=forward.part,
-            samples=self.features.replays.slices.samples,
-            apart=0.0 if self.budget is None else self.budget.wait,
-            begun=math.nan if begun is None or self.processes is None else float(begun),
-            whole=forward.whole,
+            subset_state=forward.subset_state,
+            samples=self.features.replays.subset.samples,
+            spacing=0.0 if self.budget is None else self.budget.wait,
+            backward_loss=math.nan if begun is None or self.processes is None else float(begun),
+            loss_replayable=forward.loss_replayable,
         )
 
     def _agree(self, seen: RankReports) -> bool:
         """Take over what all processes have in common, and return whether the step is measured."""
-        self._apart = None if self.processes is None else seen.steps[0].apart
+        self._apart = None if self.processes is None else seen.steps[0].spacing
         if any(some.failed for some in seen.steps):
             if not self._guard.failed:
                 who = ", ".join(str(rank) for rank, some in enumerate(seen.steps) if some.failed)

@@ -21,7 +21,7 @@ from spectral_monitor.sharding import ProcessGroup
 def observe(forward: WatchedForward, watch: FeatureWatch, facts: StepContext, processes: ProcessGroup | None) -> None:
     """Fill in this process's observation of each layer, and what other processes compare with theirs."""
     layers, features = len(forward.layers), watch.capture
-    noise, outputs = watch.replays.slices.noise, forward.outputs
+    noise, outputs = watch.replays.subset.noise, forward.outputs
     apart = range(0 if processes is None else layers)
     prints = row_hashes({i: calls for some in apart for i, calls in features.inputs(some).items()})
     for i in range(layers):
@@ -30,21 +30,21 @@ def observe(forward: WatchedForward, watch: FeatureWatch, facts: StepContext, pr
         forward.layers[i] = observation
         if recorded:
             there = [x for call in recorded if (x := call.input()) is not None]
-            observation.fed = len(there) == len(recorded)
-            observation.graded = all(call.gradient() is not None for call in recorded)
-            observation.lasted = i in outputs
+            observation.has_inputs = len(there) == len(recorded)
+            observation.has_gradients = all(call.gradient() is not None for call in recorded)
+            observation.has_outputs = i in outputs
             observation.eps = max(noise.get(i, 0.0), *(call.eps for call in recorded))
             observation.inputs, observation.outputs = sum(map(len, there)), sum(call.count for call in recorded)
-            observation.input_print = prints[i][1] if i in prints else math.nan
+            observation.input_hash = prints[i][1] if i in prints else math.nan
             observation.split_inputs = any(call.split_in for call in recorded)
             observation.split_outputs = any(call.split_out for call in recorded)
             observation.input_features = there[0].shape[1] if there else 0
             observation.output_features = recorded[0].features
     if features.traced:
         for i, said in watch.readouts.see(features, facts.unused).items():
-            forward.layers[i].place = said
+            forward.layers[i].readout_state = said
     if processes is not None:
-        forward.prints = as_table(row_hashes(outputs), layers, processes.device)
+        forward.output_hashes = as_table(row_hashes(outputs), layers, processes.device)
 
 
 def settle_facts(facts: StepContext, seen: RankReports, given: StepInputs) -> None:
@@ -55,7 +55,9 @@ def settle_facts(facts: StepContext, seen: RankReports, given: StepInputs) -> No
     facts.closures = int(max(some.closures for some in seen.steps))
     facts.called = seen.anywhere("called")
     facts.hidden = {i: WHY_HIDDEN[int(max(why))] for i, why in enumerate(seen.layers("hidden")) if max(why)}
-    facts.fed, facts.lasted, facts.graded = (seen.wherever_called(name) for name in ("fed", "lasted", "graded"))
+    facts.fed, facts.lasted, facts.graded = (
+        seen.wherever_called(name) for name in ("has_inputs", "has_outputs", "has_gradients")
+    )
     facts.eps = {i: max(values) for i, values in enumerate(seen.layers("eps")) if i in facts.called}
 
 

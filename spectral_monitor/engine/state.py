@@ -154,9 +154,9 @@ class EngineState:
             "skipped_updates": self.skipped_updates,
             "start_step": self.start_step,
             "lasting": self.features.capture.lasting,
-            "no_probe": "" if probe is None else probe.why_not,
+            "no_probe": "" if probe is None else probe.pack_error,
             "budget": None if self.budget is None else self.budget.state_dict(),
-            "slices": self.features.replays.slices.state_dict(),
+            "slices": self.features.replays.subset.state_dict(),
             "roles": self.features.readouts.state_dict(),
         }
 
@@ -218,7 +218,7 @@ class EngineState:
             self.budget.load_state_dict(state["budget"], self.settings.keys)
         known = [*state["layers"], *state.get("nodes", ())]
         if known == layer_list(self.layers):  # layers have the numbers they had
-            self.features.replays.slices.load_state_dict(state.get("slices"))
+            self.features.replays.subset.load_state_dict(state.get("slices"))
         self.features.capture.lasting = lasting
         if "roles" in state:
             self.correct_roles(self.features.readouts.load_state_dict(state["roles"]))

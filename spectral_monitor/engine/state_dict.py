@@ -130,7 +130,7 @@ def pack_probe(probe: Probe | None, layers: Sequence[Layer]) -> dict[str, Any] |
         ]
         for i, calls in probe.outputs.items()
     }
-    return {"again": probe.packed, "part": probe.part, "outputs": outputs, "device": _device(layers).type}
+    return {"again": probe.packed, "part": probe.is_subset, "outputs": outputs, "device": _device(layers).type}
 
 
 def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive) -> Probe:

@@ -35,7 +35,9 @@ def measure(
             patch.setattr(IndependenceCheck, "verdict", lambda rehearsal: "they were told to")
         if forgetful is not None and dist.get_rank() == forgetful:
             settle = ReplaySubset.settle
-            patch.setattr(ReplaySubset, "settle", lambda slices, seen: (settle(slices, seen), slices._known.clear())[0])
+            patch.setattr(
+                ReplaySubset, "settle", lambda slices, seen: (settle(slices, seen), slices._tested.clear())[0]
+            )
         return run(way, network, samples)
 
 

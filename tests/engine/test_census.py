@@ -26,7 +26,7 @@ def seen(rows, batches=None, prints=None, which="outputs", **more):
     observations = []
     for row in rows:
         count, split = row if isinstance(row, tuple) else (row, 0)
-        observation = LayerObservation(called=1, lasted=1, **more)
+        observation = LayerObservation(called=1, has_outputs=1, **more)
         setattr(observation, which, float(count))
         setattr(observation, f"split_{which}", float(split))
         observations.append([observation])
@@ -45,7 +45,7 @@ def places(all_seen, which="outputs"):
 
 def tiles(found):
     """Whether the rows of those who speak lie end to end, and all agree how many there are."""
-    spans = sorted((p.offset, p.offset + p.count) for p in found if p.speaks and p.count)
+    spans = sorted((p.offset, p.offset + p.count) for p in found if p.is_owner and p.count)
     ends = [0, *(last for _, last in spans)]
     return [first for first, _ in spans] == ends[:-1] and {p.total for p in found} == {ends[-1]}
 
@@ -65,15 +65,20 @@ def test_a_process_without_rows_has_an_empty_place():
 def test_processes_with_one_batch_have_copies():
     """The first of them speaks."""
     found = places(seen([4, 4, 6, 6], batches=[0, 0, 1, 1]))
-    assert [(p.offset, p.count, p.speaks) for p in found] == [(0, 4, True), (0, 4, False), (4, 6, True), (4, 6, False)]
+    assert [(p.offset, p.count, p.is_owner) for p in found] == [
+        (0, 4, True),
+        (0, 4, False),
+        (4, 6, True),
+        (4, 6, False),
+    ]
     assert {(p.total, p.holders) for p in found} == {(10, 2)}
     far = places(seen([4, 6, 4, 6], batches=[0, 1, 0, 1]))
-    assert [(p.offset, p.speaks) for p in far] == [(0, True), (4, True), (0, False), (4, False)]
+    assert [(p.offset, p.is_owner) for p in far] == [(0, True), (4, True), (0, False), (4, False)]
 
 
 def test_processes_with_one_batch_may_split_its_rows():
     found = places(seen([(4, 1), (3, 1), (6, 1), (5, 1)], batches=[0, 0, 1, 1]))
-    assert [(p.offset, p.count, p.speaks) for p in found] == [(0, 4, True), (4, 3, True), (7, 6, True), (13, 5, True)]
+    assert [(p.offset, p.count, p.is_owner) for p in found] == [(0, 4, True), (4, 3, True), (7, 6, True), (13, 5, True)]
     assert {(p.total, p.holders) for p in found} == {(18, 4)}
 
 
@@ -87,7 +92,7 @@ def test_split_inputs_say_nothing_of_outputs():
     ]
     assert [p.offset for p in places(both, "inputs")] == [0, 2]
     assert places(both, "inputs")[0].total == 4
-    assert [(p.offset, p.total, p.speaks) for p in places(both)] == [(0, 4, True), (0, 4, False)]
+    assert [(p.offset, p.total, p.is_owner) for p in places(both)] == [(0, 4, True), (0, 4, False)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -117,11 +122,11 @@ def test_equal_outputs_of_different_batches_count_once():
     assert common(all_seen)
     found = places(all_seen)
     assert [(p.offset, p.count, p.total, p.holders) for p in found] == [(0, 8, 8, 1)] * 3
-    assert [p.speaks for p in found] == [True, False, False]
+    assert [p.is_owner for p in found] == [True, False, False]
 
 
 def test_inputs_of_common_outputs_are_of_each_process():
-    observations = [[LayerObservation(called=1, lasted=1, inputs=4.0, outputs=8.0)] for _ in range(2)]
+    observations = [[LayerObservation(called=1, has_outputs=1, inputs=4.0, outputs=8.0)] for _ in range(2)]
     both = [
         RankReports(
             [StepObservation()] * 2, observations, [[(1.0,)], [(1.0,)]], SimpleNamespace(rank=r, batches=[0, 1])
@@ -166,7 +171,7 @@ def test_of_processes_with_one_batch_each_is_compared_with_its_like():
 
 
 def of_some(called, prints):
-    observations = [[LayerObservation(called=float(c), lasted=float(c), outputs=8.0 * c)] for c in called]
+    observations = [[LayerObservation(called=float(c), has_outputs=float(c), outputs=8.0 * c)] for c in called]
     steps = [StepObservation() for _ in called]
     batches = list(range(len(called)))
     return [
@@ -184,7 +189,7 @@ def test_only_those_that_were_called_are_compared():
 def test_common_rows_are_of_the_first_that_was_called():
     found = places(of_some([0, 1, 1], [0.0, 2.0, 2.0]))
     assert {p.total for p in found} == {8}
-    assert [p.speaks for p in found] == [False, True, False]
+    assert [p.is_owner for p in found] == [False, True, False]
 
 
 def test_common_rows_may_be_split():
@@ -198,7 +203,9 @@ def test_common_rows_may_be_split():
 
 def fed(*inputs, outputs=(1.0, 1.0)):
     """Common outputs, and numbers that are equal where inputs are."""
-    observations = [[LayerObservation(called=1, lasted=1, fed=1, input_print=number, outputs=8.0)] for number in inputs]
+    observations = [
+        [LayerObservation(called=1, has_outputs=1, has_inputs=1, input_hash=number, outputs=8.0)] for number in inputs
+    ]
     steps, prints = [StepObservation() for _ in inputs], [[outputs] for _ in inputs]
     batches = list(range(len(inputs)))
     return [RankReports(steps, observations, prints, SimpleNamespace(rank=r, batches=batches)) for r in batches]
@@ -215,7 +222,7 @@ def test_whether_outputs_repeat_counts_only_without_inputs():
     """Places may begin alike, with zeros as weights."""
     assert common(fed(2.0, 2.0, outputs=(1.0, math.nan)))
     assert not common(seen([8, 8], prints=[(1.0, math.nan)] * 2))
-    half = [[LayerObservation(called=1, lasted=1, fed=float(rank), input_print=1.0)] for rank in range(2)]
+    half = [[LayerObservation(called=1, has_outputs=1, has_inputs=float(rank), input_hash=1.0)] for rank in range(2)]
     both = SimpleNamespace(rank=0, batches=[0, 1])
     assert RankReports([StepObservation()] * 2, half, [[(1.0, 1.0)]] * 2, both).common == set()
 
@@ -315,7 +322,7 @@ def told(observations, prints, batches):
 def test_all_are_told_what_each_has_seen():
     observations = [
         [
-            LayerObservation(called=1, lasted=1, fed=float(r), outputs=r + 3.0, eps=0.5),
+            LayerObservation(called=1, has_outputs=1, has_inputs=float(r), outputs=r + 3.0, eps=0.5),
             LayerObservation(unused=float(r == 1), inputs=7.0),
         ]
         for r in range(3)
@@ -327,8 +334,12 @@ def test_all_are_told_what_each_has_seen():
         assert found.rank == rank
         assert found.common == set()
         assert found.rows(0, "outputs") == RowRange([0, 3, 7][rank], rank + 3, 12, True, 3)
-        assert found.layers("fed") == [[0.0, 1.0, 2.0], [0.0] * 3]
-        assert (found.anywhere("fed"), found.wherever_called("fed"), found.everywhere("inputs")) == ({0}, set(), {1})
+        assert found.layers("has_inputs") == [[0.0, 1.0, 2.0], [0.0] * 3]
+        assert (found.anywhere("has_inputs"), found.wherever_called("has_inputs"), found.everywhere("inputs")) == (
+            {0},
+            set(),
+            {1},
+        )
         assert found.anywhere("unused") == {1}
         assert (found.batch_count, found.first_of_batch) == (3, True)
     both = told([[LayerObservation(called=1, outputs=4.0)]] * 4, [torch.full((1, 2), 0.1)] * 4, [0, 0, 1, 1])
@@ -344,18 +355,22 @@ def test_a_fingerprint_is_sent_whole():
     for a, b, equal in ((0, 0, True), (0, 1, False)):
         prints = [torch.tensor([[numbers[k]] * 2], dtype=torch.float64) for k in (a, b)]
         assert told([[LayerObservation(called=1)]] * 2, prints, [0, 1])[0].common == ({0} if equal else set())
-        observations = [[LayerObservation(called=1, fed=1, input_print=numbers[k])] for k in (a, b)]
+        observations = [[LayerObservation(called=1, has_inputs=1, input_hash=numbers[k])] for k in (a, b)]
         assert told(observations, [torch.zeros(1, 2)] * 2, [0, 1])[0].common == ({0} if equal else set())
 
 
 def test_of_layers_not_called_everywhere_those_that_were_have_a_say():
-    observations = [[LayerObservation(called=float(c), fed=float(f))] for c, f in ((1, 1), (0, 0), (1, 1))]
+    observations = [[LayerObservation(called=float(c), has_inputs=float(f))] for c, f in ((1, 1), (0, 0), (1, 1))]
     for found in told(observations, [torch.zeros(1, 2)] * 3, [0, 1, 2]):
-        assert (found.wherever_called("fed"), found.everywhere("fed"), found.anywhere("fed")) == ({0}, set(), {0})
-    observations[2][0].fed = 0.0
-    assert told(observations, [torch.zeros(1, 2)] * 3, [0, 1, 2])[1].wherever_called("fed") == set()
+        assert (found.wherever_called("has_inputs"), found.everywhere("has_inputs"), found.anywhere("has_inputs")) == (
+            {0},
+            set(),
+            {0},
+        )
+    observations[2][0].has_inputs = 0.0
+    assert told(observations, [torch.zeros(1, 2)] * 3, [0, 1, 2])[1].wherever_called("has_inputs") == set()
     nowhere = told([[LayerObservation()]] * 2, [torch.zeros(1, 2)] * 2, [0, 1])[0]
-    assert nowhere.wherever_called("fed") == nowhere.anywhere("called") == set()
+    assert nowhere.wherever_called("has_inputs") == nowhere.anywhere("called") == set()
 
 
 def test_a_single_process_asks_for_nothing():

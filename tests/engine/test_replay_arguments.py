@@ -71,12 +71,12 @@ def test_what_is_known_stays_small():
         def forward(self, x, words):
             return super().forward(x, "plain")
 
-    calls = [(torch.randn(BATCH, WIDTH), {f"word {i}": True}) for i in range(2 * slices.KEPT)]
+    calls = [(torch.randn(BATCH, WIDTH), {f"word {i}": True}) for i in range(2 * slices.MAX_CALLS)]
     probe, said, forwards = told(calls, Named, replay_samples=FEW)
-    known = probe._engine.features.replays.slices
+    known = probe._engine.features.replays.subset
     assert not said
     assert {len(sizes) for sizes in forwards} == {4}
-    assert len(known._known) == len(known._values) == slices.KEPT
+    assert len(known._tested) == len(known._values) == slices.MAX_CALLS
 
 
 class Batch:

@@ -549,7 +549,7 @@ def test_a_probe_batch_is_kept_and_resumed_with_its_first_samples():
         quantities=["feature_drift", "feature_change"],
     )
     resumed.load_state_dict(state)
-    assert resumed._engine.features.replays.probe.part is True
+    assert resumed._engine.features.replays.probe.is_subset is True
     batch = model.batch()
     for one in (probe, resumed):
         net = one._engine.model
@@ -575,7 +575,7 @@ def test_what_is_rounded_differently_alone_widens_the_margin(monkeypatch):
     probe, said, forwards = trained(Rounded, lr=1e-7, replay_samples=FEW, quantities=quantities)
     assert not said
     assert forwards[1] == [BATCH, FEW]
-    assert 1e-6 < probe._engine.features.replays.slices.noise[2] < 4e-6
+    assert 1e-6 < probe._engine.features.replays.subset.noise[2] < 4e-6
     head = probe.measurements[1]
     assert math.isnan(head.value("feature_change", "head"))
     assert "rounding" in head.why("feature_change", "head")
@@ -636,7 +636,7 @@ def test_nobody_is_told_where_nobody_asked(make):
 
 def test_more_samples_are_run_where_few_say_too_little(monkeypatch):
     """At three of four steps; the first one of all runs all samples and does not count."""
-    monkeypatch.setattr(slices, "MOST_ERROR", 1e-9)
+    monkeypatch.setattr(slices, "MAX_ERROR", 1e-9)
     _, _, forwards = trained(Tokens, sizes=[MANY] * 10, steps=10, quantities=["feature_change"])
     assert [sizes[1] for sizes in forwards[1:]] == [ENOUGH] * 4 + [2 * ENOUGH] * 4 + [4 * ENOUGH]
 

@@ -66,15 +66,15 @@ def test_errors_hold_what_all_samples_say():
 def test_more_samples_are_run_where_cosines_say_too_little():
     """Twice as many after four measured steps."""
     _, probe = measurements("auto", 0, 12)
-    subset = probe._engine.features.replays.slices
-    assert subset.samples >= 2 * replay_subset.SAMPLES
+    subset = probe._engine.features.replays.subset
+    assert subset.samples >= 2 * replay_subset.MIN_SAMPLES
 
 
 @pytest.mark.parametrize(("cosine", "samples"), [(0.19, 4), (0.21, 8), (math.inf, 8)])
 def test_the_limit_of_cosines(cosine, samples):
     subset = replay_subset.ReplaySubset("auto", nn.Linear(1, 1))
     subset.agree([4])
-    for _ in range(replay_subset.RECENT):
+    for _ in range(replay_subset.ERROR_STEPS):
         subset.portion = replay_subset.BatchSlice(4, 99)
         subset.widen([0.01], [0.01, cosine, 0.5])
     assert subset.samples == samples

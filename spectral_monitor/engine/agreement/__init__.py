@@ -1,1 +1,1 @@
-"""Agreement of processes: each reports what it saw of a step, and all of them know the same afterwards."""
+"""Agreement of processes: each reports what it saw of a step, and afterwards all know the same."""

@@ -1,4 +1,4 @@
-"""Correct which layers are readouts by what a measured step shows, each layer once, alike in all processes."""
+"""Find out from measured steps which layers are readouts; all processes come to the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.layers import Anatomy, Layer
 
 READOUT, OTHER, IDLE = 1.0, -1.0, -2.0
-"""What a process says of an operator: it is a readout, it is none, or it was not used in a step of its network."""
+"""A process's report on an operator: a readout, no readout, or not used in a step of its network."""
 RAN_LAST = "readout: no other operator reads its output"
 GUESSED = "readout by its place"
 
@@ -24,27 +24,27 @@ GUESSED = "readout by its place"
 class Readouts:
     """The readouts of a model, a guess at first.
 
-    An operator is seen when it is called in a step of the network that it belongs to. From then on its role stays. One
-    that is not called in such a step, and gets no gradient, is no readout until it is seen.
+    An operator is observed when it is called in a step of the network that it belongs to; from then on its role stays.
+    One that is not called in such a step, and gets no gradient, is no readout until it is observed.
 
-    Roles that the user gave stay, and all of them if one of those is a readout. They also stay where operators are left
-    out: who reads their outputs, or whose outputs they read, is not seen.
+    Roles that the user gave stay. All roles stay if the user named a readout, or if operators are left out: then it is
+    not known who reads their outputs, and whose outputs they read.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
         layers = anatomy.layers
         self.layers = [*layers, *anatomy.nodes]
-        self._called = {i for i, x in enumerate(layers) if x.info.is_dense and x.module is not None}
-        given = {i for i in self._called if layers[i].given}
-        settled = not anatomy.whole or any(x.given and x.info.role == "readout" for x in layers)
-        self._free: set[int] = set() if settled else self._called - given
-        self._seen: set[int] = set()
+        self._operators = {i for i, layer in enumerate(layers) if layer.info.is_dense and layer.module is not None}
+        self._undecided: set[int] = set()  # operators whose role steps decide
+        if anatomy.whole and not any(layer.given and layer.info.role == "readout" for layer in layers):
+            self._undecided = {i for i in self._operators if not layers[i].given}
+        self._observed: set[int] = set()
         self._trainers: dict[int, Hashable] = {}
 
     @property
     def complete(self) -> bool:
-        """True if every operator has been seen, so that no step has to be traced for them."""
-        return self._seen >= self._free
+        """True if every operator has been observed, so that no step has to be traced for them."""
+        return self._observed >= self._undecided
 
     def begin(self) -> None:
         """Forget who stepped: a step begins."""
@@ -52,69 +52,70 @@ class Readouts:
 
     def stepped(self, optimizer: Optimizer, backward_pass: int) -> None:
         """Note what an optimizer steps; those that step after the same backward pass train one network together."""
-        held = {id(p) for p in parameters_of(optimizer)}
-        for i in self._called:
-            if any(id(source) in held for source in self.layers[i].sources):
+        optimized = {id(p) for p in parameters_of(optimizer)}
+        for i in self._operators:
+            if any(id(source) in optimized for source in self.layers[i].sources):
                 self._trainers[i] = backward_pass
 
     def see(self, features: FeatureCapture, unused: set[int]) -> dict[int, float]:
-        """Return what this process says of the operators it saw in this step.
+        """Return this process's report on each operator that it observed in this step.
 
         Args:
             features: what was called.
             unused: layers that had no gradient.
         """
-        calls = {i: features.calls[i] for i in self._called if i in features.calls}
-        found = readouts(_in_order(calls), self._trainers)
-        trainers = {self._trainers[i] for i in found if i in self._trainers}
-        shared = {id(source) for i in features.calls for source in self.layers[i].sources}
-        said = {i: READOUT if ends else OTHER for i, ends in found.items()}
-        for i in self._free - set(calls):
+        calls = {i: features.calls[i] for i in self._operators if i in features.calls}
+        is_readout = readouts(_in_order(calls), self._trainers)
+        trainers = {self._trainers[i] for i in is_readout if i in self._trainers}
+        called_sources = {id(source) for i in features.calls for source in self.layers[i].sources}
+        report = {i: READOUT if is_readout[i] else OTHER for i in is_readout}
+        for i in self._undecided - set(calls):
             layer = self.layers[i]
             if layer.info.role != "readout" or self._trainers.get(i) not in trainers:
                 continue
-            theirs = {j for j in found if self._trainers.get(j) == self._trainers[i]}
+            network = {j for j in is_readout if self._trainers.get(j) == self._trainers[i]}
             # The gradient of a tied weight may come from its other layer, while a head of the user's own is used.
-            replaced = any(found[j] and self.layers[j].info.role == "readout" for j in theirs)
-            if i in unused or (replaced and any(id(source) in shared for source in layer.sources)):
-                said[i] = IDLE
-            else:  # used in another way than by a call: a loss that takes the weight, say
-                said.update({i: READOUT, **dict.fromkeys(theirs, OTHER)})
-        return said
+            replaced = any(is_readout[j] and self.layers[j].info.role == "readout" for j in network)
+            if i in unused or (replaced and any(id(source) in called_sources for source in layer.sources)):
+                report[i] = IDLE
+            else:  # used otherwise than by a call, for example by a loss that takes the weight
+                report.update({i: READOUT, **dict.fromkeys(network, OTHER)})
+        return report
 
-    def settle(self, seen: RankReports) -> dict[int, Layer]:
-        """Return the layers whose role changes, after what the first process that saw them says."""
+    def settle(self, reports: RankReports) -> dict[int, Layer]:
+        """Return the layers whose role changes; the first process that observed a layer decides."""
         changed = {}
-        for i, said in enumerate(seen.layers("place")):
-            value = next((value for value in said if value), 0.0)
-            if not value or i in self._seen or i not in self._free:
+        for i, states in enumerate(reports.layers("readout_state")):
+            state = next((state for state in states if state), 0.0)
+            if not state or i in self._observed or i not in self._undecided:
                 continue
-            if value != IDLE:
-                self._seen.add(i)
-            layer = self._as(i, value == READOUT)
+            if state != IDLE:
+                self._observed.add(i)
+            layer = self._with_role(i, state == READOUT)
             if layer is not self.layers[i]:
                 changed[i] = self.layers[i] = layer
         return changed
 
-    def _as(self, i: int, is_readout: bool) -> Layer:
+    def _with_role(self, i: int, is_readout: bool) -> Layer:
         layer = self.layers[i]
         if is_readout and (layer.info.role != "readout" or GUESSED in layer.note):
             return layer.placed("readout", RAN_LAST)
         return layer.placed("operator") if not is_readout and layer.info.role == "readout" else layer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the roles of the operators that have been seen, and of those that lost theirs, by name."""
+        """Return the names of readouts whose role steps decide, and of the operators that have been observed."""
+        names = {i: self.layers[i].info.name for i in sorted(self._undecided)}
         return {
-            "readouts": [self.layers[i].info.name for i in sorted(self._free) if self.layers[i].info.role == "readout"],
-            "seen": [self.layers[i].info.name for i in sorted(self._seen)],
+            "readouts": [name for i, name in names.items() if self.layers[i].info.role == "readout"],
+            "seen": [names[i] for i in sorted(self._observed)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[int, Layer]:
         """Take the roles that another engine had; return the layers whose role changes."""
         names, changed = set(state["readouts"]), {}
-        self._seen = {i for i in self._free if self.layers[i].info.name in state["seen"]}
-        for i in self._free:
-            layer = self._as(i, self.layers[i].info.name in names)
+        self._observed = {i for i in self._undecided if self.layers[i].info.name in state["seen"]}
+        for i in self._undecided:
+            layer = self._with_role(i, self.layers[i].info.name in names)
             if layer.info.role != self.layers[i].info.role:
                 changed[i] = self.layers[i] = layer
         return changed
@@ -122,7 +123,7 @@ class Readouts:
 
 def _in_order(calls: Mapping[int, Sequence[Call]]) -> list[Ran]:
     """Return the calls of all operators in the order in which they ended."""
-    pairs = sorted(((call, i) for i, some in calls.items() for call in some), key=lambda pair: pair[0].place)
+    pairs = sorted(((call, i) for i, recorded in calls.items() for call in recorded), key=lambda pair: pair[0].place)
     return [Ran(i, call.node, id(call.root), call.b_count > 0) for call, i in pairs]
 
 

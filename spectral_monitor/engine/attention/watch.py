@@ -1,4 +1,4 @@
-"""Everything about attention blocks in a measured step: their weights, and rows of what they compute."""
+"""Everything about attention blocks in a measured step: their weights, and their logits on a few rows."""
 
 from __future__ import annotations
 
@@ -34,44 +34,43 @@ class AttentionWatch:
         blocks, members = layout.attention, layout.members
         self.blocks, self._members = blocks, members
         self._processes = processes
-        shut = {id(part) for module in layout.hidden for part in module.modules()}
-        self._heads = _shared_out(blocks, processes, lambda i: members[i].holding.rows(members[i].layer))
-        self._why = {block.layer: unmeasured(block, self._heads[block.layer]) for block in blocks}
-        logits = [key for key, entry in QUANTITIES.items() if "logits" in entry.needs]
-        seen = _shared_out(blocks, processes, lambda i: members[i].holding.outputs)
-        for block in blocks:
-            reason = SPREAD if seen[block.layer] is None else REASON if id(block.module) in shut else ""
-            self._why[block.layer] |= {key: reason for key in logits if reason}
-        self._logits = logits
-        there = [heads for heads in seen.values() if heads is not None]
-        self._seen = [heads.block for heads in there if not set(logits) & set(self._why[heads.block.layer])]
+        hidden = {id(part) for module in layout.hidden for part in module.modules()}
+        self._heads = _local_heads(blocks, processes, lambda i: members[i].holding.rows(members[i].layer))
+        self._reasons = {block.layer: unmeasured(block, self._heads[block.layer]) for block in blocks}
+        self._logits = [key for key, entry in QUANTITIES.items() if "logits" in entry.needs]
+        self._watched: list[AttentionBlock] = []  # the local heads of blocks whose logits can be seen
+        for layer, heads in _local_heads(blocks, processes, lambda i: members[i].holding.outputs).items():
+            reason = SPREAD if heads is None else REASON if id(heads.block.module) in hidden else ""
+            self._reasons[layer] |= {key: reason for key in self._logits if reason}
+            if heads is not None and not set(self._logits) & set(self._reasons[layer]):
+                self._watched.append(heads.block)
         parts = {part.layer for block in blocks for part in (block.query, block.key, block.value) if part is not None}
         modules = {i: module for i in parts if (module := members[i].layer.module) is not None}
-        self._capture = AttentionCapture(self._seen, modules, self._look, harmless)
+        self._capture = AttentionCapture(self._watched, modules, self._look, harmless)
 
-    def clear(self, asked: Settings, out: RawScalars) -> None:
-        """Drop what was seen, and begin a step of which ``asked`` is measured."""
+    def clear(self, requested: Settings, out: RawScalars) -> None:
+        """Drop what was seen, and begin a step with the ``requested`` settings."""
         self._capture.disarm()
-        self._rows = AttentionStage(self._seen if "logits" in asked.needs else (), self._processes)
-        self._weights = QueryKeyStage(self._heads, self._members, asked, self._processes, out)
+        self._rows = AttentionStage(self._watched if "logits" in requested.needs else (), self._processes)
+        self._weights = QueryKeyStage(self._heads, self._members, requested, self._processes, out)
 
-    def arm(self, asked: Settings, aside: bool = False) -> None:
+    def arm(self, requested: Settings, aside: bool = False) -> None:
         """Register the hooks, if any are needed; ``aside``: for a pass in which nothing is compiled."""
-        if "logits" in asked.needs:
+        if "logits" in requested.needs:
             self._capture.arm(aside)
 
     @contextmanager
-    def watching(self, asked: Settings) -> Iterator[None]:
-        """Inside, calls are seen that are not the step's own: for a pass beside it."""
-        armed, was = self._capture.armed, self._capture.open
-        if not armed:
-            self.arm(asked, aside=True)
-        self._capture.open = armed or self._capture.open
+    def watching(self, requested: Settings) -> Iterator[None]:
+        """Inside, calls of a pass beside the step are seen."""
+        was_armed, was_open = self._capture.armed, self._capture.open
+        if not was_armed:
+            self.arm(requested, aside=True)
+        self._capture.open = was_armed or self._capture.open
         try:
             yield
         finally:
-            self._capture.open = was
-            if not armed:
+            self._capture.open = was_open
+            if not was_armed:
                 self._capture.disarm()
 
     def before(self, optimizer: Optimizer) -> None:
@@ -92,35 +91,36 @@ class AttentionWatch:
         yield from gather([self._rows.routine(), self._weights.routine()])
 
     def settle(self, raw: Raw, facts: StepContext) -> None:
-        """Put the numbers of rows, and the reasons for those that are missing."""
+        """Put the numbers of rows, and a reason for each that is missing."""
         missing = self._rows.settle(raw)
         facts.attention = {block.layer: remarks(block) for block in self.blocks}
-        for i, why in self._why.items():
+        for i, reasons in self._reasons.items():
             facts.why_not |= {(key, i): missing[i] for key in self._logits if i in missing}
-            facts.why_not |= {(key, i): reason for key, reason in why.items()}
+            facts.why_not |= {(key, i): reason for key, reason in reasons.items()}
 
     def _look(self, block: AttentionBlock, call: AttentionCall) -> None:
         with full_precision():
             self._rows.look(block, call)
 
 
-def _shared_out(
-    blocks: Sequence[AttentionBlock], processes: ProcessGroup | None, held: Callable[[int], Range | None]
+def _local_heads(
+    blocks: Sequence[AttentionBlock], processes: ProcessGroup | None, local_outputs: Callable[[int], Range | None]
 ) -> dict[int, LocalHeads | None]:
-    """Return layer index -> the heads of its block that are here; ``None`` unless all have as many whole ones.
+    """Return layer index -> the heads of its block that this process has; ``None`` unless every process has the same
+    number of complete heads.
 
-    ``held``: layer index -> the range of outputs that is here, ``None`` for all.
+    ``local_outputs``: layer index -> the range of outputs that this process has, ``None`` for all.
 
     Raises:
         ValueError: the processes have different blocks.
     """
-    found = {}
+    local = {}
     for block in blocks:
         parts = [part for part in (block.query, block.key, block.value) if part is not None]
-        found[block.layer] = local_heads(block, {part.layer: held(part.layer) for part in parts})
-    counts = [0 if heads is None else heads.block.query.heads for heads in found.values()]
-    everywhere = [counts] if processes is None else processes.gather(counts)
-    for layer, theirs in zip(found, zip(*everywhere, strict=True), strict=True):
-        if min(theirs) < max(theirs):
-            found[layer] = None
-    return found
+        local[block.layer] = local_heads(block, {part.layer: local_outputs(part.layer) for part in parts})
+    counts = [0 if heads is None else heads.block.query.heads for heads in local.values()]
+    all_counts = [counts] if processes is None else processes.gather(counts)
+    for layer, layer_counts in zip(local, zip(*all_counts, strict=True), strict=True):
+        if min(layer_counts) < max(layer_counts):
+            local[layer] = None
+    return local

@@ -1,4 +1,4 @@
-"""Tier "full": what the papers assume, seen in the step's own passes and in forwards after it."""
+"""Tier "full": what the papers assume, checked in the step's own passes and in forwards after it."""
 
 from __future__ import annotations
 
@@ -26,37 +26,34 @@ from spectral_monitor.quantities import TIERS, assumptions, laziness
 ALONE = frozenset(q.key for q in (*assumptions.ENTRIES, *laziness.ENTRIES) if q.needs & {"h", "b"})
 """Quantities that are measured in a single process only."""
 
-SEVERAL = "measured in a single process only"
+SINGLE_PROCESS = "measured in a single process only"
 NO_SOURCE = "its inputs are not a measured layer's outputs after elementwise operations alone"
 NO_SHARE = "defined for a single matrix only, which is called once, and whose inputs and gradients are known"
 
 
 @dataclass(frozen=True)
 class FullStage:
-    """The stage of a measured step for tier "full"; it notes why a quantity is missing.
-
-    ``keys``: those of :data:`ALONE` that are measured; ``host``: whether copies are held by the host; ``old``: layer
-    index -> its weight before the step, where that is asked for.
-    """
+    """The stage of a measured step for tier "full"; it notes why a quantity is missing."""
 
     model: nn.Module
     features: FeatureCapture
-    keys: frozenset[str]
-    host: bool
+    keys: frozenset[str]  # the quantities of :data:`ALONE` that are measured
+    host: bool  # whether copies are kept in host memory
     facts: StepContext
     out: RawScalars
-    old: Mapping[int, Tensor]
+    old: Mapping[int, Tensor]  # layer index -> its weight before the step, where a quantity needs it
 
     def replay(self, outputs: Outputs, portion: BatchSlice | None) -> Replay:
-        """To compare a forward after the step with; where parts of changes or all properties are asked for, inputs too.
+        """Return a replay that compares a forward after the step with these outputs.
 
-        ``portion``: the samples it is run on, if that is not all.
+        It also compares inputs if parts of changes are measured, or the whole tier. ``portion``: the samples that are
+        run; ``None`` for all.
         """
         layers = self.features.layers
-        tier = self.keys >= ALONE & set(TIERS["full"])
-        read = {i for i, layer in layers.items() if layer.info.role == "readout"} if tier else set()
-        read |= {i for i, layer in layers.items() if is_pointwise(layer)} if self.keys & PARTS else set()
-        inputs = {i: rows for k in sorted(read) for i, rows in self.features.inputs(k).items()} or None
+        complete = self.keys >= ALONE & set(TIERS["full"])
+        input_layers = {i for i, layer in layers.items() if layer.info.role == "readout"} if complete else set()
+        input_layers |= {i for i, layer in layers.items() if is_pointwise(layer)} if self.keys & PARTS else set()
+        inputs = {i: rows for k in sorted(input_layers) for i, rows in self.features.inputs(k).items()} or None
         if portion is not None:
             outputs = first_outputs(outputs, portion)
             inputs = None if inputs is None else first_outputs(inputs, portion)
@@ -67,14 +64,14 @@ class FullStage:
         if self.features.checks is None:
             return
         for i, recorded in self.features.calls.items():
-            found = [call.checked for call in recorded if call.checked is not None]
-            pairs = [(c.input, c.source) for c in found if c.input is not None and c.source is not None]
+            checks = [call.checked for call in recorded if call.checked is not None]
+            pairs = [(c.input, c.source) for c in checks if c.input is not None and c.source is not None]
             if pairs and len(pairs) == len(recorded):
                 self.out.put(i, "activation_ratio", mean_ratio(*map(torch.cat, zip(*pairs, strict=True))))
             else:
                 self.facts.why_not["activation_ratio", i] = NO_SOURCE
-            if len(recorded) == len(found) == recorded[0].b_count == 1 and found[0].share is not None:
-                self.out.put(i, "sample_share", found[0].share)
+            if len(recorded) == len(checks) == recorded[0].b_count == 1 and checks[0].share is not None:
+                self.out.put(i, "sample_share", checks[0].share)
             else:
                 self.facts.why_not["sample_share", i] = NO_SHARE
 
@@ -99,7 +96,7 @@ class FullStage:
                     self._parts(i, *change.pairs)
 
     def _parts(self, i: int, before: Tensor, after: Tensor) -> None:
-        """Put mean squares of what a layer's old weight, and its update, make of the change of its inputs."""
+        """Put mean squares of the products of the change of a layer's inputs with its old weight and its update."""
         layer = self.features.layers[i]
         dtype = compute_dtype(before.dtype)
         dx, old, now = after.to(dtype) - before.to(dtype), self.old[i].to(after.device), layer.weight()
@@ -118,18 +115,18 @@ class FullStage:
     def linearized(self, probe: Probe | None, start: Mapping[str, Tensor], context: Context) -> None:
         """Compare the probe batch's outputs with those of the start and their linearization, if they are due.
 
-        ``start``: parameters then, by name.
+        ``start``: parameters at the start, by name.
         """
         keys = SINCE_START & self.keys
-        found = Linearization(self.model, self.features, start, self.host, self.out, context)
+        linearization = Linearization(self.model, self.features, start, self.host, self.out, context)
         while keys and not self.facts.no_drift and probe is not None:
             failed = {"linearity"} & keys or keys
             try:
-                self.facts.why_not.update(found.measure(keys, probe, self.facts.eps))
+                self.facts.why_not.update(linearization.measure(keys, probe, self.facts.eps))
                 return
             except Exception as error:
-                said = f"{type(error).__name__}: {error}".splitlines()[0]
-                way = "has no derivative in forward mode" if "linearity" in failed else "could not be run again"
-                why = f"the probe batch {way} ({said})"
-                self.facts.why_not.update({(key, NETWORK): why for key in failed})
-            keys -= failed  # the others take no derivative
+                message = f"{type(error).__name__}: {error}".splitlines()[0]
+                problem = "has no derivative in forward mode" if "linearity" in failed else "could not be run again"
+                reason = f"the probe batch {problem} ({message})"
+                self.facts.why_not.update({(key, NETWORK): reason for key in failed})
+            keys -= failed  # the others need no derivative

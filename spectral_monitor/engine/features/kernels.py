@@ -1,4 +1,4 @@
-"""Forwards of a measured step that are run again with their graph: kernels, and a second backward pass."""
+"""Replays of a measured step with their graph: kernels, and a second backward pass."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ PROBES = 4
 LANCZOS_STEPS = 8
 """Products with the kernel of each layer for its extreme eigenvalues; each takes two passes."""
 SEED = 3
-"""Of the private generator they are drawn from: the same ones in every step, so that their noise is no change."""
+"""Seed of the generator of these vectors, which are the same in every step, so that their noise is no change."""
 
 MOMENTS, EXTREMES = frozenset({"bfk_ratio", "bfk_peak"}), frozenset({"bfk_peak", "bfk_guarantee"})
-"""Those of the backward-to-feature kernel: by its moments, and by its extreme eigenvalues."""
+"""Quantities of the backward-to-feature kernel: from its moments, and from its extreme eigenvalues."""
 OF_OUTPUTS = frozenset({"backward_speed", "dual_bfa_cos"})
-"""Those that gradients of outputs in a second backward pass say."""
+"""Quantities from gradients of outputs in a second backward pass."""
 CHANGES = OF_OUTPUTS | {"gradient_change"}
-"""All that the second backward pass is for."""
+"""All quantities from the second backward pass."""
 DUAL = "dual_bfk_ratio"
-"""What passes through the graph of gradients say."""
+"""The quantity from passes through the graph of gradients."""
 BACKWARD = CHANGES | {DUAL}
-"""All that takes the loss, and where its backward pass began."""
+"""Quantities that need the loss, and the gradient that its backward pass began with."""
 
 ACCUMULATED = "gradients are accumulated: it is not this batch alone that moves the features"
 DIFFERENTLY = "called differently when the forward was run again"
@@ -54,57 +54,53 @@ Work = Callable[[Graph, Tensor | None], None]
 
 @dataclass(frozen=True)
 class GraphPasses:
-    """Passes through the graph of a step's forward, run again at the weights after the step.
-
-    ``keys``: quantities that are measured; ``host``: whether copies are held by the host; ``rates``: the parameters
-    that are trained, and their learning rates.
-    """
+    """Passes through the graph of a step's forward, run again at the weights after the step."""
 
     model: nn.Module
     features: FeatureCapture
-    keys: frozenset[str]
-    host: bool
+    keys: frozenset[str]  # quantities that are measured
+    host: bool  # whether copies are kept in host memory
     facts: StepContext
     out: RawScalars
     warn: WarnOnce
-    given: StepInputs
-    rates: Sequence[tuple[nn.Parameter, float]]
+    step_inputs: StepInputs
+    rates: Sequence[tuple[nn.Parameter, float]]  # the parameters that are trained, and their learning rates
 
-    def measure(self, again: Replayable | None, outputs: Outputs) -> None:
-        """Measure what takes forwards with a graph, and passes through it.
+    def measure(self, forward: Replayable | None, outputs: Outputs) -> None:
+        """Measure the quantities that need a graph.
 
         Args:
-            again: the step's forward, if it can be run again.
-            outputs: of the layers, before it, with their gradients.
+            forward: the step's forward, if it can be run again.
+            outputs: of the layers, before the step, with their gradients.
         """
         accumulated = ACCUMULATED if self.facts.accumulated > 1 else ""
         if (MOMENTS | EXTREMES) & self.keys:
-            self._kernels(again, accumulated)
+            self._kernels(forward, accumulated)
         if not BACKWARD & self.keys:
             return
-        run, start = self.given.up_to_loss(again)
-        reason = NO_LOSS if again is not None and run is None else ""
+        loss_forward, start = self.step_inputs.forward_to_loss(forward)
+        reason = NO_LOSS if forward is not None and loss_forward is None else ""
         if not reason and isinstance(self.features.looked, RootCall) and self.features.looked.halves:
             reason = HALVED
         if CHANGES & self.keys:
-            self._backwards(run, start, reason, outputs)
+            self._backwards(loss_forward, start, reason, outputs)
         if DUAL in self.keys:
-            self._dual_kernels(run, start, accumulated or reason)
+            self._dual_kernels(loss_forward, start, accumulated or reason)
 
     def _trained(self) -> tuple[list[nn.Parameter], list[float]]:
         """Return the parameters that take gradients, and their learning rates."""
         return [p for p, _ in self.rates if p.requires_grad], [rate for p, rate in self.rates if p.requires_grad]
 
-    def _kernels(self, again: Replayable | None, reason: str) -> None:
-        """Moments and extreme eigenvalues of backward-to-feature kernels, at the weights after the step."""
+    def _kernels(self, forward: Replayable | None, reason: str) -> None:
+        """Put moments and extreme eigenvalues of backward-to-feature kernels, at the weights after the step."""
         keys = (MOMENTS | EXTREMES) & self.keys
 
         def work(graph: Graph, loss: Tensor | None) -> None:
             for i in self._as_before(keys, graph):
                 self._kernel(i, graph.outputs[i])
 
-        with sdpa_kernel(SDPBackend.MATH):  # of attention's ways the one that can be differentiated twice
-            self._trace(keys, again, reason, Graph(copies=True), work)
+        with sdpa_kernel(SDPBackend.MATH):  # the only attention that can be differentiated twice
+            self._trace(keys, forward, reason, Graph(copies=True), work)
 
     def _kernel(self, i: int, outputs: Sequence[Tensor]) -> None:
         keys = (MOMENTS | EXTREMES) & self.keys
@@ -112,57 +108,57 @@ class GraphPasses:
             self._missing(keys, i, NO_GRAPH)
             return
         probes, (parameters, rates) = _probes(outputs), self._trained()
-        found: dict[str, Tensor] = {}
+        numbers: dict[str, Tensor] = {}
         try:
             if MOMENTS & keys:
-                found["K.1"], found["K.2"] = bfk_moments(outputs, parameters, rates, probes)
+                numbers["K.1"], numbers["K.2"] = bfk_moments(outputs, parameters, rates, probes)
             if EXTREMES & keys:
                 extremes = bfk_extremes(outputs, parameters, rates, probes[0], LANCZOS_STEPS)
-                found["K.smallest"], found["K.largest"] = extremes
+                numbers["K.smallest"], numbers["K.largest"] = extremes
         except Exception as error:
             self._missing(keys, i, f"no second derivatives ({type(error).__name__}: {error})")
             return
-        for name, value in found.items():
-            self.out.put(i, name, value)
+        for name, number in numbers.items():
+            self.out.put(i, name, number)
 
-    def _backwards(self, run: Replayable | None, start: Tensor | float, reason: str, outputs: Outputs) -> None:
-        """Measure how far the gradients of the layers' outputs and weights have moved."""
-        keys, seen = self.keys & CHANGES, self.features.weight_gradients
+    def _backwards(self, forward: Replayable | None, start: Tensor | float, reason: str, outputs: Outputs) -> None:
+        """Put how far the gradients of the layers' outputs and weights have moved."""
+        keys, weight_gradients = self.keys & CHANGES, self.features.weight_gradients
 
         def work(graph: Graph, loss: Tensor | None) -> None:
             loss = _differentiable(loss)
             layers = self._as_before(keys, graph)
             edges = [edge for i in layers for edge in graph.edges[i] if edge is not None]
-            before = {i: g for i in layers if (g := seen.get(i)) is not None}
+            before = {i: g for i in layers if (g := weight_gradients.get(i)) is not None}
             weights = [get_gradient_edge(self.features.layers[i].sources[0]) for i in before]
             begin = torch.as_tensor(start, dtype=loss.dtype, device=loss.device)
-            found = iter(torch.autograd.grad(loss, [*edges, *weights], begin, allow_unused=True) if edges else ())
+            gradients = iter(torch.autograd.grad(loss, [*edges, *weights], begin, allow_unused=True) if edges else ())
             for i in layers:
-                after = [None if edge is None else next(found) for edge in graph.edges[i]]
-                if i in outputs:  # else they were overwritten, which is known
+                after = [None if edge is None else next(gradients) for edge in graph.edges[i]]
+                if i in outputs:  # otherwise they were overwritten, and another reason says so
                     self._backward(i, after, outputs)
-            for i, g in zip(before, found, strict=bool(edges)):
-                self._gradient(i, before[i], g)
+            for i, gradient in zip(before, gradients, strict=bool(edges)):
+                self._gradient(i, before[i], gradient)
 
-        self.facts.why_not.update(
-            {("gradient_change", i): NO_WEIGHT for i in self.features.layers if seen.get(i) is None}
-        )
-        self._trace(keys, run, reason, Graph(copies=False), work)
+        unknown = [i for i in self.features.layers if weight_gradients.get(i) is None]
+        self.facts.why_not.update({("gradient_change", i): NO_WEIGHT for i in unknown})
+        self._trace(keys, forward, reason, Graph(copies=False), work)
 
-    def _dual_kernels(self, run: Replayable | None, start: Tensor | float, reason: str) -> None:
+    def _dual_kernels(self, forward: Replayable | None, start: Tensor | float, reason: str) -> None:
         """Put moments of the layers' feature-to-backward kernels, at the weights after the step."""
         parameters, rates = self._trained()
 
         def work(graph: Graph, loss: Tensor | None) -> None:
             loss = _differentiable(loss)
-            begun = (loss * torch.as_tensor(start, dtype=loss.dtype, device=loss.device)).sum()
+            scaled_loss = (loss * torch.as_tensor(start, dtype=loss.dtype, device=loss.device)).sum()
             for i in self._as_before({DUAL}, graph):
-                places = [edge for edge in graph.edges[i] if edge is not None]
-                if len(places) < len(graph.edges[i]):
+                edges = [edge for edge in graph.edges[i] if edge is not None]
+                if len(edges) < len(graph.edges[i]):
                     self._missing({DUAL}, i, NO_GRAPH)
                     continue
                 try:
-                    first, second = dual_bfk_moments(begun, places, parameters, rates, _probes(graph.outputs[i]))
+                    probes = _probes(graph.outputs[i])
+                    first, second = dual_bfk_moments(scaled_loss, edges, parameters, rates, probes)
                 except Exception as error:
                     self._missing({DUAL}, i, f"no second derivatives ({type(error).__name__}: {error})")
                     continue
@@ -170,20 +166,20 @@ class GraphPasses:
                 self.out.put(i, "dual.2", second)
 
         with sdpa_kernel(SDPBackend.MATH):
-            self._trace({DUAL}, run, reason, Graph(copies=True), work)
+            self._trace({DUAL}, forward, reason, Graph(copies=True), work)
 
     def _backward(self, i: int, after: Sequence[Tensor | None], outputs: Outputs) -> None:
         layer, parts = self.features.layers[i], []
-        for b, seen in zip(after, outputs[i], strict=True):
-            if b is None or seen.b is None:
+        for b, call in zip(after, outputs[i], strict=True):
+            if b is None or call.b is None:
                 self._missing(OF_OUTPUTS, i, NO_GRAPH)
                 return
-            new = rows_of(b, *layer.features_of(b), seen.index)
-            if new.shape != seen.b.shape:
+            new = rows_of(b, *layer.features_of(b), call.index)
+            if new.shape != call.b.shape:
                 self._missing(OF_OUTPUTS, i, DIFFERENTLY)
                 return
-            dtype = compute_dtype(seen.b.dtype)
-            db, h = new.to(dtype) - seen.b.to(dtype), seen.h.to(new.device, dtype)
+            dtype = compute_dtype(call.b.dtype)
+            db, h = new.to(dtype) - call.b.to(dtype), call.h.to(new.device, dtype)
             parts.append(torch.stack([whole_length(db), whole_length(h), row_products(db, h).sum()]))
         sizes, features, inner = torch.stack(parts).unbind(1)
         self.out.put(i, "db.norm", whole_length(sizes))
@@ -200,28 +196,28 @@ class GraphPasses:
         self.out.put(i, "g.norm", whole_length(old))
 
     def _as_before(self, keys: Collection[str], graph: Graph) -> list[int]:
-        """Layers that were called as often as in the step; the others have a reason."""
+        """Return the layers that were called as often as in the step; note a reason for the others."""
         calls = self.features.calls
-        other = {i for i, some in calls.items() if len(graph.edges.get(i, ())) != len(some)}
-        for i in other:
+        differing = {i for i, recorded in calls.items() if len(graph.edges.get(i, ())) != len(recorded)}
+        for i in differing:
             self._missing(keys, i, DIFFERENTLY)
-        return [i for i in graph.edges if i not in other]
+        return [i for i in graph.edges if i not in differing]
 
     def _missing(self, keys: Collection[str], i: int, reason: str) -> None:
         self.facts.why_not.update({(key, i): reason for key in keys})
 
-    def _trace(self, keys: Collection[str], again: Replayable | None, reason: str, graph: Graph, work: Work) -> None:
-        """Run a forward again with its graph, and ``work`` on that, unless there is a reason not to."""
+    def _trace(self, keys: Collection[str], forward: Replayable | None, reason: str, graph: Graph, work: Work) -> None:
+        """Run a forward again with its graph, then ``work`` on that graph, unless there is a reason not to."""
         reason = self.facts.no_replay or reason or sees_all_modules()
-        if again is None or reason:
+        if forward is None or reason:
             self._missing(keys, NETWORK, reason)
             return
         try:
             with preserved(self.model, host=self.host), unseen(self.model, [p for p, _ in self.rates]):
-                again.rewind()
+                forward.rewind()
                 with self.features.replaying(graph):
-                    with self.given.context():
-                        loss = again()
+                    with self.step_inputs.context():
+                        loss = forward()
                     work(graph, loss)
         except Exception as error:
             reason = f"the forward could not be run again with a graph ({type(error).__name__}: {error})"

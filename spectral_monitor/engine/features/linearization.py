@@ -1,4 +1,4 @@
-"""The network at the start of the run, linearized and in parts, against where it has come since: is this run lazy?"""
+"""The outputs now against the network at the start of the run, linearized and in parts: is this run lazy?"""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.state.snapshot import preserved
 
 MARGIN = 0.01
-"""Share of the change of the outputs that they may be off: two digits."""
+"""Error that outputs may have, as a share of their change: two digits."""
 
 PARTS = ("output_drift_features", "output_drift_readout", "output_drift_joint")
-"""Of the change of a readout's outputs, in the order of :func:`~spectral_monitor.functional.output_parts`."""
+"""Parts of the change of a readout's outputs, in the order of :func:`~spectral_monitor.functional.output_parts`."""
 SINCE_START = frozenset({"linearity", *PARTS})
-"""Quantities that take the network of the start."""
+"""Quantities that need the network of the start."""
 
 DIFFERENTLY = "called differently when the probe batch was run again"
 ELSEWHERE = (
@@ -45,58 +45,59 @@ NO_MATRIX = "known of readouts that are a single matrix, itself a parameter, and
 NEW_PARAMETERS = "parameters are trained that were not at the start"
 
 
-_Moving = tuple[Tensor, Tensor, Tensor | None]
-"""Rows (R, m), their derivatives and, of a readout, the inputs (R, n), if there are any."""
+_DualRows = tuple[Tensor, Tensor, Tensor | None]
+"""Rows (R, m) of outputs, their derivatives and, of a readout, its inputs (R, n), if they are known."""
 
 
-def _copied_rows(given: Tensor | None, out: Tensor, layer: Layer, kept: CallRows) -> _Moving | None:
-    """Return copies of the rows of a call that were kept of it; ``None`` if it was called differently."""
+def _dual_rows(x: Tensor | None, out: Tensor, layer: Layer, kept: CallRows) -> _DualRows | None:
+    """Return copies of those rows of a call that were kept before; ``None`` if it was called differently."""
 
-    def chosen(x: Tensor) -> Tensor:
-        return rows_of(x, *layer.features_of(x), kept.index)[: len(kept.h)]
+    def chosen(tensor: Tensor) -> Tensor:
+        return rows_of(tensor, *layer.features_of(tensor), kept.index)[: len(kept.h)]
 
     value, derivative = forward_ad.unpack_dual(out)
     rows = chosen(value)
     if rows.shape != kept.h.shape:
         return None
-    moved = torch.zeros_like(rows) if derivative is None else chosen(derivative).clone()  # None: nothing has moved yet
-    of_matrix = layer.info.role == "readout" and is_pointwise(layer)
-    if not of_matrix or given is None or not given.is_floating_point():
-        return rows.clone(), moved, None
-    return rows.clone(), moved, chosen(forward_ad.unpack_dual(given).primal).clone()
+    # There is no derivative if nothing has moved yet.
+    tangents = torch.zeros_like(rows) if derivative is None else chosen(derivative).clone()
+    is_matrix = layer.info.role == "readout" and is_pointwise(layer)
+    if not is_matrix or x is None or not x.is_floating_point():
+        return rows.clone(), tangents, None
+    return rows.clone(), tangents, chosen(forward_ad.unpack_dual(x).primal).clone()
 
 
 @dataclass
-class _Rows:
-    """A watcher that copies rows of calls, those that were kept of the probe batch, with their derivatives."""
+class _RowWatcher:
+    """A watcher that copies the rows of calls that were kept of the probe batch, with their derivatives."""
 
-    kept: Outputs  # what was kept of the calls
-    # layer index -> what each call showed; ``None`` if it was called differently
-    found: dict[int, list[_Moving | None]] = field(default_factory=dict)
+    kept: Outputs
+    # layer index -> rows of each call; ``None`` if it was called differently
+    copied: dict[int, list[_DualRows | None]] = field(default_factory=dict)
 
-    def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
+    def add(self, i: int, x: Tensor | None, out: Tensor, layer: Layer) -> None:
         """Copy rows of one more call of layer ``i``."""
-        calls, before = self.found.setdefault(i, []), self.kept.get(i, [])
-        calls.append(_copied_rows(given, out, layer, before[len(calls)]) if len(calls) < len(before) else None)
+        calls, kept = self.copied.setdefault(i, []), self.kept.get(i, [])
+        calls.append(_dual_rows(x, out, layer, kept[len(calls)]) if len(calls) < len(kept) else None)
 
-    def of(self, i: int) -> _Moving | None:
-        """Return rows, derivatives and, if they are known, inputs of all calls of a layer, if they were as before."""
-        calls = [call for call in self.found.get(i, ()) if call is not None]
-        if not calls or not len(calls) == len(self.found[i]) == len(self.kept[i]):
+    def rows(self, i: int) -> _DualRows | None:
+        """Return the rows of all calls of a layer; ``None`` if it was called differently."""
+        calls = [call for call in self.copied.get(i, ()) if call is not None]
+        if not calls or not len(calls) == len(self.copied[i]) == len(self.kept[i]):
             return None
-        rows, derivatives, inputs = zip(*calls, strict=True)
-        return torch.cat(rows), torch.cat(derivatives), concatenated(inputs)
+        rows, tangents, inputs = zip(*calls, strict=True)
+        return torch.cat(rows), torch.cat(tangents), concatenated(inputs)
 
 
-class _Whole(nn.Module):
-    """A forward that can be run again, as a module that holds the model."""
+class _ReplayModule(nn.Module):
+    """Runs a forward again as a module that holds the model, for ``functional_call``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, again: Replayable) -> Any:
-        return again()
+    def forward(self, replayable: Replayable) -> Any:
+        return replayable()
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -110,96 +111,88 @@ def start_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Linearization:
-    """Compares how far layers' outputs on the probe batch have come with where the linearization has them, and takes
-    the change of a readout's outputs apart.
-
-    ``start``: parameters at the start of the run, by name; ``host``: whether copies are held by the host; ``context``:
-    the precision that forwards run under.
+    """Compares the change of layers' outputs on the probe batch with that of the linearization, and splits the change
+    of a readout's outputs into parts.
     """
 
     model: nn.Module
     features: FeatureCapture
-    start: Mapping[str, Tensor]
-    host: bool
+    start: Mapping[str, Tensor]  # parameters at the start of the run, by name
+    host: bool  # whether copies are kept in host memory
     out: RawScalars
-    context: Context
+    context: Context  # precision that forwards run under
 
     def measure(self, keys: Collection[str], probe: Probe, eps: Mapping[int, float]) -> dict[tuple[str, int], str]:
-        """Put what is asked for of the layers; return for what is missing the reason.
+        """Put quantities of the layers; return a reason for each that is missing.
 
-        Two forwards: one at the weights of the start, for ``linearity`` with its derivative along what the weights have
-        moved since, and one at the present weights.
+        Two forwards run: one at the weights of the start, for ``linearity`` with the derivative along their change
+        since then, and one at the present weights.
 
         Args:
             keys: some of :data:`SINCE_START`.
-            probe: the batch, and what the layers gave for it at the start.
+            probe: the batch, and the layers' outputs on it at the start.
             eps: layer index -> rounding of its outputs.
 
         Raises:
             Exception: an operation without a derivative in forward mode; anything the model raises.
         """
-        why = self._unknown()
-        if why:
-            return {(key, i): why for key in keys for i in probe.outputs}
-        begin, now = _Rows(probe.outputs), _Rows(probe.outputs)
+        if not self.start or _trained(self.model).keys() - self.start.keys():
+            reason = NEW_PARAMETERS if self.start else NO_START
+            return {(key, i): reason for key in keys for i in probe.outputs}
+        begin, now = _RowWatcher(probe.outputs), _RowWatcher(probe.outputs)
         # Fused kernels of attention have no derivative in forward mode.
         with torch.inference_mode(False), torch.no_grad(), forward_ad.dual_level():
             with sdpa_kernel(SDPBackend.MATH):
-                self._run(probe.again, begin, self._begun("linearity" in keys))
-            self._run(probe.again, now, {})
-        found: dict[tuple[str, int], str] = {}
+                self._run(probe.replayable, begin, self._start_parameters("linearity" in keys))
+            self._run(probe.replayable, now, {})
+        reasons: dict[tuple[str, int], str] = {}
         for i, kept in probe.outputs.items():
             missing = self._compare(keys, i, kept, begin, now, eps.get(i, 0))
-            found.update({(key, i): reason for key, reason in missing.items()})
-        return found
+            reasons.update({(key, i): reason for key, reason in missing.items()})
+        return reasons
 
-    def _unknown(self) -> str:
-        if not self.start:
-            return NO_START
-        return NEW_PARAMETERS if _trained(self.model).keys() - self.start.keys() else ""
-
-    def _begun(self, moving: bool) -> dict[str, Tensor]:
-        """Return the parameters of the start; if they are ``moving``, with their change since as derivative."""
-        now = dict(self.model.named_parameters())
-        found = {}
-        for name, old in self.start.items():
+    def _start_parameters(self, with_derivatives: bool) -> dict[str, Tensor]:
+        """Return the parameters of the start, on demand with their change since then as derivative."""
+        parameters, now = {}, dict(self.model.named_parameters())
+        for name, start in self.start.items():
             p = now[name].detach()
-            begin, dtype = old.to(p.device), compute_dtype(p.dtype)
-            change = (p.to(dtype) - begin.to(dtype)).to(p.dtype) if moving else None
-            found[name] = begin if change is None else forward_ad.make_dual(begin, change)
-        return found
+            begin, dtype = start.to(p.device), compute_dtype(p.dtype)
+            change = (p.to(dtype) - begin.to(dtype)).to(p.dtype) if with_derivatives else None
+            parameters[name] = begin if change is None else forward_ad.make_dual(begin, change)
+        return parameters
 
-    def _run(self, again: Replayable, watcher: _Rows, parameters: Mapping[str, Tensor]) -> None:
+    def _run(self, replayable: Replayable, watcher: _RowWatcher, parameters: Mapping[str, Tensor]) -> None:
         with preserved(self.model, host=self.host):
-            again.rewind()
+            replayable.rewind()
             with self.context(), self.features.replaying(watcher):
-                whole = {f"model.{name}": p for name, p in parameters.items()}
-                functional_call(_Whole(self.model), whole, (again,))
+                prefixed = {f"model.{name}": p for name, p in parameters.items()}
+                functional_call(_ReplayModule(self.model), prefixed, (replayable,))
 
     def _compare(
-        self, keys: Collection[str], i: int, kept: list[CallRows], begin: _Rows, now: _Rows, eps: float
+        self, keys: Collection[str], i: int, kept: list[CallRows], begin: _RowWatcher, now: _RowWatcher, eps: float
     ) -> dict[str, str]:
         """Put the values of a layer; return why some are missing."""
-        first, second = begin.of(i), now.of(i)
+        first, second = begin.rows(i), now.rows(i)
         if first is None or second is None:
             return dict.fromkeys(keys, DIFFERENTLY)
-        (start, tangent, x_start), (rows, _, x) = first, second
+        (start, tangents, start_inputs), (rows, _, inputs) = first, second
         dtype = compute_dtype(rows.dtype)
         before = torch.cat([call.h for call in kept]).to(rows.device, dtype)
         lengths = [whole_length(x) for x in (rows.to(dtype) - before, start.to(dtype) - before, before)]
-        change, off, size = torch.stack(lengths).tolist()
-        # What is off by no more than rounding is not, however little has changed.
-        if off > max(MARGIN * change, eps * size / MARGIN):
+        change, error, size = torch.stack(lengths).tolist()
+        # An error no larger than rounding does not count, however small the change is.
+        if error > max(MARGIN * change, eps * size / MARGIN):
             return dict.fromkeys(keys, ELSEWHERE)
-        if change and max(off, eps * size) > MARGIN * change:
+        if change and max(error, eps * size) > MARGIN * change:
             return dict.fromkeys(keys, ROUNDED)
         if "linearity" in keys:
-            self.out.put(i, "linearity", linearity(start, rows, tangent))
-        asked, weights = set(PARTS) & set(keys), self._weights(i)
-        if not asked or x_start is None or x is None or weights is None:
-            return dict.fromkeys(asked, NO_MATRIX)
-        for key, part in zip(PARTS, output_parts(*weights, x_start, x, rows.to(dtype) - start.to(dtype)), strict=True):
-            if key in asked:
+            self.out.put(i, "linearity", linearity(start, rows, tangents))
+        part_keys, weights = set(PARTS) & set(keys), self._weights(i)
+        if not part_keys or start_inputs is None or inputs is None or weights is None:
+            return dict.fromkeys(part_keys, NO_MATRIX)
+        parts = output_parts(*weights, start_inputs, inputs, rows.to(dtype) - start.to(dtype))
+        for key, part in zip(PARTS, parts, strict=True):
+            if key in part_keys:
                 self.out.put(i, key, part)
         return {}
 
@@ -210,7 +203,7 @@ class Linearization:
             return None
         now = layer.weight()
         name = next((name for name, p in self.model.named_parameters() if p is layer.sources[0]), "")
-        begun = self.start.get(name)
-        both = (now if begun is None else begun.to(now.device), now)  # what is not trained is as it was
-        begin, end = (layer.layout.stack(matrix).flatten(0, 2) for matrix in both)
+        start = self.start.get(name)
+        matrices = (now if start is None else start.to(now.device), now)  # one that is not trained has not changed
+        begin, end = (layer.layout.stack(matrix).flatten(0, 2) for matrix in matrices)
         return begin, end

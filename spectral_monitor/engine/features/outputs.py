@@ -1,6 +1,4 @@
-"""Outliers among features, the size of a classifier's outputs, what formats of 8 bits lose of rows, and the noise of
-gradients over samples.
-"""
+"""Outliers among features, the size of a classifier's outputs, underflow in 8-bit formats, and gradient noise."""
 
 from __future__ import annotations
 
@@ -23,33 +21,34 @@ FORMATS = {"underflow_inputs": torch.float8_e4m3fn, "underflow_backward": torch.
 """Quantity -> the format that its rows are cast to."""
 CHANNELS = frozenset({"feature_kurtosis", "outlier_ratio"})
 OF_ROWS = CHANNELS | FORMATS.keys() | {"log_z"}
-"""Quantities that are measured of rows here."""
+"""Quantities that this module measures on rows."""
 DIVIDED = "processes share out its outputs"
 
 
 def measure_outputs(
     rows: RowStage, keys: frozenset[str], calls: Calls, outputs: Outputs, facts: StepContext
 ) -> Coroutine[None]:
-    """Put those of some quantities that are asked for."""
-    lasted = sorted(rows.census.wherever_called("lasted"))
-    features = {i: joined([call.h for call in outputs.get(i, ())]) for i in lasted}
+    """Put the requested quantities among :data:`OF_ROWS`."""
+    layers = sorted(rows.reports.wherever_called("has_outputs"))
+    features = {i: joined([call.h for call in outputs.get(i, ())]) for i in layers}
     routines = [_channels(rows, features)] if keys & CHANNELS else []
     if "log_z" in keys:
-        heads = {i: found for i, found in features.items() if rows.members[i].layer.info.role == "readout"}
-        divided = {i for i in heads if rows.cols(i, "h") is not None}
+        readouts = {i: h for i, h in features.items() if rows.members[i].layer.info.role == "readout"}
+        divided = {i for i in readouts if rows.cols(i, "h") is not None}
         facts.why_not.update({("log_z", i): DIVIDED for i in divided})
-        mine = {i: None if h is None else h.logsumexp(1).mean() for i, h in heads.items() if i not in divided}
-        routines.append(_means(rows, "log_z", mine))
-    for key, name, some in (("underflow_inputs", "fed", input_rows), ("underflow_backward", "graded", gradient_rows)):
+        means = {i: None if h is None else h.logsumexp(1).mean() for i, h in readouts.items() if i not in divided}
+        routines.append(_means(rows, "log_z", means))
+    sources = {"underflow_inputs": ("has_inputs", input_rows), "underflow_backward": ("has_gradients", gradient_rows)}
+    for key, (attribute, rows_of) in sources.items():
         if key in keys:
-            found = {i: some(calls.get(i, ())) for i in sorted(rows.census.wherever_called(name))}
-            shares = {i: None if x is None else underflow_share([x], FORMATS[key]) for i, x in found.items()}
+            tensors = {i: rows_of(calls.get(i, ())) for i in sorted(rows.reports.wherever_called(attribute))}
+            shares = {i: None if x is None else underflow_share([x], FORMATS[key]) for i, x in tensors.items()}
             routines.append(_means(rows, key, shares))
     yield from gather(routines)
 
 
 def _channels(rows: RowStage, features: Mapping[int, Tensor | None]) -> Coroutine[None]:
-    """Put what sizes of channels say, over the rows of all processes."""
+    """Put quantities of the sizes of channels, over the rows of all processes."""
     tables = []
     for i, h in features.items():
         device = None if h is None else h.device
@@ -63,39 +62,34 @@ def _channels(rows: RowStage, features: Mapping[int, Tensor | None]) -> Coroutin
         rows.out.put(i, "outlier_ratio", outlier_ratio(table[:, 1].amax(0)))
 
 
-def _means(rows: RowStage, name: str, found: Mapping[int, Tensor | None]) -> Coroutine[None]:
-    """Put the mean over processes of what each has found of its rows."""
-    if not found:
+def _means(rows: RowStage, name: str, local: Mapping[int, Tensor | None]) -> Coroutine[None]:
+    """Put the mean over processes of each layer's number; ``None`` where this process has none."""
+    if not local:
         return
-    there = [x for x in found.values() if x is not None]
-    device = there[0].device if there else torch.device("cpu")
-    sums = torch.stack(
-        [
-            torch.zeros(2, device=device) if x is None else torch.stack([x, torch.ones_like(x)]).to(device)
-            for x in found.values()
-        ]
-    )
-    (sums,) = yield [sums]
-    for i, (total, count) in zip(found, sums, strict=True):
+    device = next((x.device for x in local.values() if x is not None), torch.device("cpu"))
+    zeros = torch.zeros(2, device=device)
+    pairs = [zeros if x is None else torch.stack([x, torch.ones_like(x)]).to(device) for x in local.values()]
+    (sums,) = yield [torch.stack(pairs)]
+    for i, (total, count) in zip(local, sums, strict=True):
         rows.out.put(i, name, total / count)
 
 
 def measure_noise(calls: Calls, layers: int, exchange: AllReduce | None, out: RawScalars) -> Coroutine[None]:
-    """Put the moments of each layer, and of all of them together, as every process saw them."""
-    found = {}
+    """Put the moments of each layer, and of all layers together, one row for each process."""
+    products = {}
     for i, recorded in calls.items():
         checked = recorded[0].checked
         if len(recorded) == recorded[0].b_count == 1 and checked is not None and checked.products is not None:
-            found[i] = checked.products
-    device = next((squares.device for squares, _ in found.values()), torch.device("cpu"))
+            products[i] = checked.products
+    device = next((squares.device for squares, _ in products.values()), torch.device("cpu"))
     table = torch.zeros(layers + 1, COLUMNS, dtype=torch.float64, device=device)
-    for i, products in found.items():
-        table[i, 0], table[i, 1:] = 1, noise_moments(*products)
-    if len({len(squares) for squares, _ in found.values()}) == 1:
-        squares, along = (sum(part.to(device) for part in parts) for parts in zip(*found.values(), strict=True))
-        table[layers, 0], table[layers, 1:] = len(found), noise_moments(squares, along)
-    whole = table[None]
+    for i, pair in products.items():
+        table[i, 0], table[i, 1:] = 1, noise_moments(*pair)
+    if len({len(squares) for squares, _ in products.values()}) == 1:
+        squares, along = (sum(part.to(device) for part in parts) for parts in zip(*products.values(), strict=True))
+        table[layers, 0], table[layers, 1:] = len(products), noise_moments(squares, along)
+    tables = table[None]
     if exchange is not None:
-        (whole,) = yield [rank_table(table.float(), exchange)]
+        (tables,) = yield [rank_table(table.float(), exchange)]
     for i in range(layers + 1):
-        out.put(NETWORK if i == layers else i, MOMENTS, whole[:, i])
+        out.put(NETWORK if i == layers else i, MOMENTS, tables[:, i])

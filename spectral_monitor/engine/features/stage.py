@@ -35,15 +35,16 @@ Calls = Mapping[int, Sequence[Call]]
 ROW_ENTRIES = 1 << 24
 """Entries of the rows that are copied and measured in one solve, in a single process."""
 ROW_TOLERANCE = 0.05
-"""Relative tolerance of spectral norms of rows, of which a stable rank is made that differs more between batches."""
+"""Relative tolerance of spectral norms of rows; stable ranks, which need them, differ more between batches."""
 STABLE_RANKS = {"h_in": "input_stable_rank", "b": "backward_stable_rank"}
-"""Quantities for which spectra of inputs, and of gradients of outputs, are measured."""
+"""Kind of rows -> the quantity for which its spectra are measured."""
+
+_Key = tuple[int, str]
+"""Layer index and kind of rows: "h_in" (inputs), "h" (outputs) or "b" (gradients of outputs)."""
 
 
 def gradient_rows(calls: Sequence[Call]) -> Tensor | None:
-    """Return the gradients of a layer's outputs over all calls, in the dtype they are measured in, or the sample of
-    them.
-    """
+    """Return gradients of a layer's outputs over all calls, or a sample of them, in the dtype they are measured in."""
     return joined([call.gradient_sample() for call in calls])
 
 
@@ -52,21 +53,21 @@ def input_rows(calls: Sequence[Call]) -> Tensor | None:
     return joined([call.input() for call in calls])
 
 
-def _spans(keys: Iterable[tuple[int, str]]) -> dict[str, dict[int, slice]]:
-    """Return for each kind of rows where the layers have their one entry among all of these, in order."""
-    found: dict[str, dict[int, slice]] = defaultdict(dict)
+def _spans(keys: Iterable[_Key]) -> dict[str, dict[int, slice]]:
+    """Return for each kind of rows the position of each layer's entry among the keys."""
+    spans: dict[str, dict[int, slice]] = defaultdict(dict)
     for k, (i, name) in enumerate(keys):
-        found[name][i] = slice(k, k + 1)
-    return found
+        spans[name][i] = slice(k, k + 1)
+    return spans
 
 
-class _Kind(NamedTuple):
+class _Shape(NamedTuple):
     """Common properties of matrices of rows that are measured together."""
 
     rows: int
     features: int
-    split: tuple[bool, bool]
-    like: tuple[torch.dtype, torch.device] | None
+    split: tuple[bool, bool]  # whether processes have parts of the rows, and of the features
+    like: tuple[torch.dtype, torch.device] | None  # ``None`` with several processes
 
 
 _Size = tuple[Tensor, int]
@@ -74,11 +75,11 @@ _Size = tuple[Tensor, int]
 
 
 def _size(calls: Sequence[_Size]) -> _Size | None:
-    """Return the size of several calls; ``None`` if there is nothing in them."""
-    entries = sum(some for _, some in calls)
-    if entries and len(calls) == 1:
-        return calls[0]
-    return (torch.linalg.vector_norm(torch.stack([norm for norm, _ in calls])), entries) if entries else None
+    """Return the size of several calls; ``None`` if they have no entries."""
+    entries = sum(count for _, count in calls)
+    if not entries:
+        return None
+    return calls[0] if len(calls) == 1 else (torch.linalg.vector_norm(torch.stack([x for x, _ in calls])), entries)
 
 
 def _rows_size(rows: Tensor | None) -> _Size | None:
@@ -88,119 +89,117 @@ def _rows_size(rows: Tensor | None) -> _Size | None:
 class _Chosen(NamedTuple):
     """The rows of a layer that are measured."""
 
-    first: int  # how many of other processes come before those of this one
-    total: int  # how many all have
-    rows: Tensor | None  # of this process, before choosing; ``None`` if it has none, or another speaks for it
-    kept: Tensor | None  # those chosen of them; ``None`` for all, which may have been chosen before
+    offset: int  # chosen rows of other processes before those of this one
+    total: int  # chosen rows of all processes
+    rows: Tensor | None  # of this process, before choosing; ``None`` if it has none, or another process owns them
+    selection: Tensor | None  # the chosen rows among these; ``None`` for all, which may have been chosen before
     holders: int  # processes that have rows of their own
 
     def get(self) -> Tensor | None:
         """Return the chosen rows of this process."""
-        return self.rows if self.rows is None or self.kept is None else self.rows[self.kept]
+        return self.rows if self.rows is None or self.selection is None else self.rows[self.selection]
 
     def put(self, out: Tensor) -> None:
-        """Write the same rows, all being local, into a tensor of their shape."""
+        """Write the chosen rows, all being local, into a tensor of their shape."""
         assert self.rows is not None
-        if self.kept is None:
+        if self.selection is None:
             out.copy_(self.rows)
         else:
-            torch.index_select(self.rows, 0, self.kept, out=out)
+            torch.index_select(self.rows, 0, self.selection, out=out)
 
 
 @dataclass
 class RowStage:
     """The stage of a measured step that measures rows of features; made for each step, when the forward is over.
 
-    Rows are those of all processes. Where some share out a batch by features (tensor parallelism), each has columns.
+    Rows are those of all processes. With tensor parallelism, each process has some columns of them.
 
     ``samples``: layer index -> the input rows that its alignments are measured on, once they are known.
     """
 
     members: Sequence[BatchMember]
     settings: Settings
-    census: RankReports
+    reports: RankReports
     exchange: AllReduce | None
     out: RawScalars
     samples: dict[int, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def forward(self, calls: Calls) -> Coroutine[None]:
-        """Sizes and stable ranks of what the real forward and backward passes showed."""
-        census, exchange = self.census, self.exchange
-        lasted, fed, graded = (census.wherever_called(name) for name in ("lasted", "fed", "graded"))
-        rows: dict[tuple[int, str], Tensor | None] = {}
-        sizes: dict[tuple[int, str], _Size | None] = {}
-        for i in sorted(lasted):
+        """Put sizes and stable ranks of the rows of the step's own forward and backward passes."""
+        reports, exchange = self.reports, self.exchange
+        sizes: dict[_Key, _Size | None] = {}
+        for i in sorted(reports.wherever_called("has_outputs")):
             sizes[(i, "h")] = _size([(call.norm, call.outputs * call.features) for call in calls.get(i, ())])
-        for i in sorted(graded):
-            rows[(i, "b")] = gradient_rows(calls.get(i, ()))
-        for i in sorted(fed):
-            rows[(i, "h_in")] = input_rows(calls.get(i, ()))
-        common = {key: found for key, found in rows.items() if key[1] == "b" and key[0] in census.common}
-        plain = {key: found for key, found in rows.items() if key not in common}
-        run = sequence if exchange is None else gather
+        gradients = {
+            (i, "b"): gradient_rows(calls.get(i, ())) for i in sorted(reports.wherever_called("has_gradients"))
+        }
+        inputs = {(i, "h_in"): input_rows(calls.get(i, ())) for i in sorted(reports.wherever_called("has_inputs"))}
+        common = {key: b for key, b in gradients.items() if key[0] in reports.common}
+        separate = {key: b for key, b in gradients.items() if key not in common}
         if {"backward_speed", "dual_bfa_cos", "backward_rms"} & set(self.settings.keys):
-            sizes.update({key: _rows_size(found) for key, found in plain.items() if key[1] == "b"})
-        yield from run([self._sizes(sizes), self._spectra(plain), self._of_sums(common)])
+            sizes.update({key: _rows_size(b) for key, b in separate.items()})
+        run = sequence if exchange is None else gather
+        yield from run([self._sizes(sizes), self._spectra(separate | inputs), self._of_sums(common)])
 
-    def _of_sums(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
-        """Return the rows of the sums over batches of output gradients, where outputs are the same for all batches."""
-        if not rows:
+    def _of_sums(self, gradients: Mapping[_Key, Tensor | None]) -> Coroutine[None]:
+        """Measure the sums over batches of output gradients, where outputs are the same for all batches."""
+        if not gradients:
             return
         assert self.exchange is not None
         shares = []
-        for (i, name), found in rows.items():
-            total, width = self.census.rows(i, "outputs").total, self.feature_count(i, name)
+        for (i, name), b in gradients.items():
+            total, width = self.reports.rows(i, "outputs").total, self.feature_count(i, name)
             share = torch.zeros(total, width, device=self.exchange.device)
-            if found is not None and (self.cols(i, name) is not None or self.census.first_of_batch):
-                share = share.to(found.dtype)
-                share[:, self.columns(i, name)] = found
+            if b is not None and (self.cols(i, name) is not None or self.reports.first_of_batch):
+                share = share.to(b.dtype)
+                share[:, self.columns(i, name)] = b
             shares.append(share)
         sums = yield shares
-        summed = {key: whole[:, self.columns(*key)] for key, whole in zip(rows, sums, strict=True)}
-        sizes = {key: _rows_size(some) for key, some in summed.items()}
-        yield from gather([self._sizes(sizes), self._spectra(summed)])
+        local = {key: total[:, self.columns(*key)] for key, total in zip(gradients, sums, strict=True)}
+        sizes = {key: _rows_size(b) for key, b in local.items()}
+        yield from gather([self._sizes(sizes), self._spectra(local)])
 
-    def _which(self, name: str) -> str:
+    def _side(self, name: str) -> str:
         return "inputs" if name == "h_in" else "outputs"
 
-    def _chosen(self, i: int, name: str, found: Tensor | None, most: int) -> _Chosen:
-        """Return the rows of a layer to measure, over all processes at most so many, or all with max_rows=None."""
-        place = self.census.rows(i, self._which(name))
-        room = None if self.settings.max_rows is None else most
-        total = place.total if room is None else min(place.total, room)
-        if found is None or (self.cols(i, name) is None and not place.speaks):
-            return _Chosen(0, total, None, None, place.holders)
-        if self.exchange is None and len(found) < place.count:
-            return _Chosen(0, total, found, None, place.holders)  # chosen when they were seen
-        last = place.offset + place.count
-        before, kept = share_of_rows(place.total, room, place.offset, last, found.device)
-        return _Chosen(before, total, found, kept, place.holders)
+    def _chosen(self, i: int, name: str, rows: Tensor | None, limit: int) -> _Chosen:
+        """Return the rows of a layer to measure: at most ``limit`` over all processes, or all with max_rows=None."""
+        position = self.reports.rows(i, self._side(name))
+        max_rows = None if self.settings.max_rows is None else limit
+        total = position.total if max_rows is None else min(position.total, max_rows)
+        if rows is None or (self.cols(i, name) is None and not position.is_owner):
+            return _Chosen(0, total, None, None, position.holders)
+        if self.exchange is None and len(rows) < position.count:
+            return _Chosen(0, total, rows, None, position.holders)  # the hooks have chosen already
+        end = position.offset + position.count
+        offset, index = share_of_rows(position.total, max_rows, position.offset, end, rows.device)
+        return _Chosen(offset, total, rows, index, position.holders)
 
     def cols(self, i: int, name: str) -> Range | None:
-        """Features that are here, ``None`` for all of them."""
+        """Return the range of features that this process has, ``None`` for all of them."""
         if self.exchange is None:
             return None
         holding = self.members[i].holding
         part = holding.inputs if name == "h_in" else holding.outputs
         if part is None:
             return None
-        return None if self._seen(i, name) - {0.0} == {float(self._width(i, name))} else part
+        return None if self._reported_widths(i, name) - {0.0} == {float(self._width(i, name))} else part
 
     def columns(self, i: int, name: str) -> slice:
-        """Return where the features that are here lie among all."""
+        """Return the position of this process's features among all."""
         return slice(*(self.cols(i, name) or (0, self.feature_count(i, name))))
 
-    def _seen(self, i: int, name: str) -> set[float]:
-        """Return how many features the processes have seen; 0 where there was none."""
-        return {getattr(some[i], f"{self._which(name)[:-1]}_features") for some in self.census.observations}
+    def _reported_widths(self, i: int, name: str) -> set[float]:
+        """Return the numbers of features that processes report; 0 where a layer was not called."""
+        return {getattr(layers[i], f"{self._side(name)[:-1]}_features") for layers in self.reports.observations}
 
     def feature_count(self, i: int, name: str) -> int:
-        """Features of a layer's rows, those of all processes together."""
-        return int(max(self._seen(i, name))) if self.cols(i, name) is None else self._width(i, name)
+        """Return the number of features of a layer's rows over all processes."""
+        return int(max(self._reported_widths(i, name))) if self.cols(i, name) is None else self._width(i, name)
 
     def _width(self, i: int, name: str) -> int:
-        """Return the number of features by the layer's shape."""
+        """Return the number of features that the layer's shape tells."""
         layer = self.members[i].layer
         shape = layer.layout.shape[::-1] if layer.layout.kind == "transposed" else layer.layout.shape
         if layer.info.role == "embedding":
@@ -209,112 +208,107 @@ class RowStage:
             return layer.layout.fan_in if layer.layout.kind == "patches" else shape[1]
         return shape[0]
 
-    def _sizes(self, sizes: Mapping[tuple[int, str], _Size | None]) -> Coroutine[None]:
-        """Norm and number of the entries, and how many rows."""
+    def _sizes(self, sizes: Mapping[_Key, _Size | None]) -> Coroutine[None]:
+        """Put norm and number of the entries, and the number of rows."""
         norms, counts = [], []
-        for (i, name), found in sizes.items():
-            speaks = self.cols(i, name) is not None or self.census.rows(i, "outputs").speaks
-            norm, entries = found if found is not None and speaks else (torch.zeros((), device="cpu"), 0)
+        for (i, name), size in sizes.items():
+            counted = self.cols(i, name) is not None or self.reports.rows(i, "outputs").is_owner
+            norm, entries = size if size is not None and counted else (torch.zeros((), device="cpu"), 0)
             norms.append(norm)
             counts.append(entries)
         if not norms:
             return
         device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
-        both, numbers = yield from gather(
+        lengths, numbers = yield from gather(
             [
                 all_reduce_norm(torch.stack([norm.to(device, torch.float64) for norm in norms]), 2, self.exchange),
                 all_reduce_norm(torch.tensor(counts, dtype=torch.float32, device="cpu"), 1, self.exchange),
             ]
         )
         rows = numbers / torch.tensor([float(max(self.feature_count(i, name), 1)) for i, name in sizes], device="cpu")
-        for of, spans in _spans(sizes).items():
-            self.out.put_each(f"{of}.norm", spans, both)
-            self.out.put_each(f"{of}.size", spans, numbers)
-            if of == "h":
+        for name, spans in _spans(sizes).items():
+            self.out.put_each(f"{name}.norm", spans, lengths)
+            self.out.put_each(f"{name}.size", spans, numbers)
+            if name == "h":
                 self.out.put_each("h.rows", spans, rows)
 
-    def _spectra(self, rows: Mapping[tuple[int, str], Tensor | None]) -> Coroutine[None]:
-        """Put spectral and Frobenius norms of matrices of rows, a fixed choice of those of each layer, if asked for."""
-        groups: dict[_Kind, list[tuple[int, str]]] = defaultdict(list)
-        chosen: dict[tuple[int, str], _Chosen] = {}
-        for (i, name), found in rows.items():
+    def _spectra(self, rows: Mapping[_Key, Tensor | None]) -> Coroutine[None]:
+        """Put spectral and Frobenius norms of matrices of rows, a fixed choice of each layer's, for stable ranks."""
+        groups: dict[_Shape, dict[_Key, _Chosen]] = defaultdict(dict)
+        for (i, name), x in rows.items():
             if STABLE_RANKS[name] not in self.settings.keys:
                 continue
             width = self.feature_count(i, name)
-            some = self._chosen(i, name, found, sample_size(width))
-            split = (some.holders > 1, self.cols(i, name) is not None)
-            like = None if found is None or self.exchange is not None else (found.dtype, found.device)
-            if some.total and width:
-                chosen[(i, name)] = some
-                groups[_Kind(some.total, width, split, like)].append((i, name))
+            chosen = self._chosen(i, name, x, sample_size(width))
+            split = (chosen.holders > 1, self.cols(i, name) is not None)
+            like = None if x is None or self.exchange is not None else (x.dtype, x.device)
+            if chosen.total and width:
+                groups[_Shape(chosen.total, width, split, like)][(i, name)] = chosen
         # Stacks of one shape each; in a single process a few at a time, for they are copies.
-        batch: list[tuple[list[tuple[int, str]], ShardedStack]] = []
+        batch: list[tuple[list[_Key], ShardedStack]] = []
         entries = 0
-        for kind, keys in groups.items():
-            each = kind.rows * kind.features
-            together = len(keys) if self.exchange is not None else max(1, ROW_ENTRIES // each)
-            for start in range(0, len(keys), together):
-                some_keys = keys[start : start + together]
-                if self.exchange is None and batch and entries + len(some_keys) * each > ROW_ENTRIES:
+        for shape, group in groups.items():
+            keys, size = list(group), shape.rows * shape.features
+            count = len(keys) if self.exchange is not None else max(1, ROW_ENTRIES // size)
+            for start in range(0, len(keys), count):
+                stacked = keys[start : start + count]
+                if self.exchange is None and batch and entries + len(stacked) * size > ROW_ENTRIES:
                     yield from self._solve(batch)
                     batch, entries = [], 0
-                batch.append((some_keys, self._pieces({key: chosen[key] for key in some_keys}, kind)))
-                entries += len(some_keys) * each
+                batch.append((stacked, self._stack({key: group[key] for key in stacked}, shape)))
+                entries += len(stacked) * size
         if batch:
             yield from self._solve(batch)
 
-    def _solve(self, batch: Sequence[tuple[Sequence[tuple[int, str]], ShardedStack]]) -> Coroutine[None]:
-        found = yield from spectral_estimates([pieces for _, pieces in batch], ROW_TOLERANCE, bounds=False)
-        for (keys, pieces), estimate in zip(batch, found, strict=True):
-            for of, spans in _spans(keys).items():
-                self.out.put_each(f"{of}.sigma", spans, estimate.sigma)
-                self.out.put_each(f"{of}.fro", spans, estimate.fro)
+    def _solve(self, batch: Sequence[tuple[Sequence[_Key], ShardedStack]]) -> Coroutine[None]:
+        estimates = yield from spectral_estimates([stack for _, stack in batch], ROW_TOLERANCE, bounds=False)
+        for (keys, stack), estimate in zip(batch, estimates, strict=True):
+            for name, spans in _spans(keys).items():
+                self.out.put_each(f"{name}.sigma", spans, estimate.sigma)
+                self.out.put_each(f"{name}.fro", spans, estimate.fro)
                 for i in spans:
-                    self.out.note(i, f"{of}.rows", float(pieces.shape[1]))
+                    self.out.note(i, f"{name}.rows", float(stack.shape[1]))
 
-    def _pieces(self, chosen: Mapping[tuple[int, str], _Chosen], kind: _Kind) -> ShardedStack:
-        """Return the rows chosen of layers of one kind, as one stack."""
+    def _stack(self, layers: Mapping[_Key, _Chosen], shape: _Shape) -> ShardedStack:
+        """Return the chosen rows of layers of one shape, as one stack."""
         if self.exchange is None:
-            like = next(some.rows for some in chosen.values() if some.rows is not None)
-            buffer = like.new_empty(len(chosen), kind.rows, kind.features)
-            for out, some in zip(buffer, chosen.values(), strict=True):
-                some.put(out)
+            like = next(chosen.rows for chosen in layers.values() if chosen.rows is not None)
+            buffer = like.new_empty(len(layers), shape.rows, shape.features)
+            for out, chosen in zip(buffer, layers.values(), strict=True):
+                chosen.put(out)
             return ShardedStack.whole(buffer)
         like = torch.empty(0, device=self.exchange.device)
-        parts: dict[tuple[Range, Range], list[tuple[int, Tensor]]] = defaultdict(list)
-        for k, ((i, name), some) in enumerate(chosen.items()):
-            rows = some.get()
+        boxes: dict[tuple[Range, Range], dict[int, Tensor]] = defaultdict(dict)
+        for k, ((i, name), chosen) in enumerate(layers.items()):
+            rows = chosen.get()
             if rows is not None and len(rows):
                 like = like.to(torch.promote_types(like.dtype, rows.dtype))
-                box = ((some.first, some.first + len(rows)), self.cols(i, name) or (0, kind.features))
-                parts[box].append((k, rows.to(like.device)))
-        made = [
+                box = ((chosen.offset, chosen.offset + len(rows)), self.cols(i, name) or (0, shape.features))
+                boxes[box][k] = rows.to(like.device)
+        shards = [
             Shard(
-                torch.tensor([k for k, _ in some], device="cpu"),
-                slice(*box[0]),
-                slice(*box[1]),
-                torch.stack([x for _, x in some]),
+                torch.tensor(list(parts), device="cpu"), slice(*rows), slice(*cols), torch.stack(list(parts.values()))
             )
-            for box, some in parts.items()
+            for (rows, cols), parts in boxes.items()
         ]
-        return ShardedStack((len(chosen), kind.rows, kind.features), tuple(made), kind.split, self.exchange, like)
+        return ShardedStack((len(layers), shape.rows, shape.features), tuple(shards), shape.split, self.exchange, like)
 
     def sample(self, calls: Calls) -> Coroutine[None]:
-        """Input rows of all processes that alignments are measured on, into ``samples``."""
+        """Gather the input rows of all processes that alignments are measured on, into ``samples``."""
         if not {"alignment", "update_alignment", "feature_change_local"} & set(self.settings.keys):
             return
         assert self.exchange is not None
-        fed = sorted(self.census.wherever_called("fed"))
-        asked: list[Tensor] = []
-        for i in fed:
-            found = input_rows(calls.get(i, ()))
-            some = self._chosen(i, "h_in", found, rows_worth(self.members[i].layer.layout))
-            mine = some.get()
-            rows = torch.zeros(some.total, self.feature_count(i, "h_in"), device=self.exchange.device)
-            if mine is not None:
-                rows = rows.to(mine.dtype)
-                rows[some.first : some.first + len(mine), self.columns(i, "h_in")] = mine
-            asked.append(rows)
-        if asked:
-            asked = yield asked
-            self.samples.update(zip(fed, asked, strict=True))
+        layers = sorted(self.reports.wherever_called("has_inputs"))
+        samples: list[Tensor] = []
+        for i in layers:
+            limit = rows_worth(self.members[i].layer.layout)
+            chosen = self._chosen(i, "h_in", input_rows(calls.get(i, ())), limit)
+            local = chosen.get()
+            rows = torch.zeros(chosen.total, self.feature_count(i, "h_in"), device=self.exchange.device)
+            if local is not None:
+                rows = rows.to(local.dtype)
+                rows[chosen.offset : chosen.offset + len(local), self.columns(i, "h_in")] = local
+            samples.append(rows)
+        if samples:
+            samples = yield samples
+            self.samples.update(zip(layers, samples, strict=True))

@@ -1,4 +1,4 @@
-"""The loss of the whole batch after the step: for a correction that asks whether its steps are too long."""
+"""The loss of the whole batch after the step, which shows a correction whether its steps are too long."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ NOT_WHOLE = (
 IN_PARTS = "processes share weights, and what is compiled or in half precision would have to run before the step too"
 """Why a step's loss cannot be had although it can be run again."""
 NOT_REPEATABLE = (
-    "what is run again gives another loss ({again:.4g}) than the step had ({told:.4g}); a function given to "
+    "what is run again gives another loss ({repeated:.4g}) than the step had ({original:.4g}); a function given to "
     "report_loss must compute that loss again, of its own micro-batch (lambda x=x, y=y: ...), and random numbers that "
     "are drawn before its forward, such as those that choose the batch, must be drawn before the step begins"
 )
-SAME, ALIKE = 1e-3, 0.5
-"""Parts by which a loss may differ from what it was: where the same was run again, and where it ran eagerly and in full
-precision instead. Compiled code draws other random numbers.
+TOLERANCE, EAGER_TOLERANCE = 1e-3, 0.5
+"""Relative differences that a loss may have when it is computed again: in the same way, and eagerly and in full
+precision instead, where other random numbers are drawn than in compiled code.
 """
 UNNOTICED = "steps that are too long are not noticed"
 ELSEWHERE = "the loss after the step is not known in another process"
 
 
 class MicroBatch(NamedTuple):
-    """One of several whose gradients are added up: how to run its forward again, and what its backward began with."""
+    """One of several micro-batches whose gradients are added up."""
 
-    again: Repeatable
-    loss: Tensor
+    forward: Repeatable
+    loss: Tensor  # that its backward pass began with
 
 
 class StepLoss:
-    """Runs the forward of a step again, whole, when the optimizer has stepped.
+    """Runs the forward of a step again on the whole batch when the optimizer has stepped.
 
-    Where it is compiled or in half precision, the loss that it returned is rounded, and so would be their difference,
-    which is small. It then runs eagerly and in full precision, before the step and after it. The first time it always
-    runs before the step too, to see whether it gives the same loss again.
+    A forward that is compiled or in half precision returns a rounded loss, and the change of the loss is small. So it
+    runs eagerly and in full precision, before the step and after it. The first time every forward also runs before the
+    step, to see whether it gives the same loss again.
 
-    Where nothing is offered, the calls of the model that return a loss are run again.
+    If no forward is offered, the calls of the model that return a loss are run again.
 
     Attributes:
         wanted: whether the loss after the step that is watched is asked for.
@@ -66,35 +66,35 @@ class StepLoss:
     def __init__(
         self,
         model: nn.Module,
-        run: Callable[..., Tensor | None],
+        rerun: Callable[..., Tensor | None],
         sharded: bool,
         returned: bool,
         warn: WarnOnce,
         harmless: Harmless,
     ) -> None:
-        """``run``: runs a forward again without a trace and returns its loss, see :meth:`.replays.Replays.run_again`;
+        """``rerun``: runs a forward again without a trace and returns its loss, see :meth:`.replays.Replays.rerun`;
         ``sharded``: whether processes share weights; ``returned``: whether calls of the model are watched;
-        ``harmless``: to be entered around what hooks do.
+        ``harmless``: entered around what hooks do.
         """
-        self._model, self._run_again, self._sharded, self._warn = model, run, sharded, warn
+        self._model, self._rerun, self._sharded, self._warn = model, rerun, sharded, warn
         self._graph = self._checked = False
-        self._never = ""
+        self._lasting_obstacle = ""  # in every step
         self._calls = ReturnedLosses(model, harmless) if returned else None
         self._compiled = bool(compiled_modules(model))
         self.begin(False)
 
     def begin(self, wanted: bool) -> None:
-        """Forget the last step; ``wanted``: whether that of the coming one is asked for."""
+        """Forget the last step; ``wanted``: whether the loss after the coming one is asked for."""
         self.wanted = wanted
         if self._calls is not None:
             self._calls.disarm()
-        self._parts: list[Repeatable] = []  # micro-batches, and what backward passes began with, but for the last
-        self._losses: list[Tensor] = []
-        self._returned: Sequence[RootCall] = ()  # calls whose losses are known by what they returned
+        self._forwards: list[Repeatable] = []  # of the micro-batches
+        self._earlier_losses: list[Tensor] = []  # of the micro-batches before the last one
+        self._returned: Sequence[RootCall] = ()  # the forwards, if they are calls that returned their losses
         self._context: Context = nullcontext
-        self._before: Tensor | None = None
+        self._before: Tensor | None = None  # the loss of the forwards run again before the step
         self._rounded = False
-        self._why = self._never
+        self._obstacle = self._lasting_obstacle  # why the loss after the step is not known
 
     def arm(self) -> None:
         """Register the hooks that watch which calls of the model return a loss, if they are needed."""
@@ -106,140 +106,137 @@ class StepLoss:
         """The calls of the model that returned a loss in the step that is watched."""
         return () if self._calls is None else self._calls.calls
 
-    def offer(self, again: Repeatable, context: Context = nullcontext, earlier: Sequence[MicroBatch] = ()) -> None:
-        """Take what led to the loss of the step that is watched.
+    def offer(self, forward: Repeatable, context: Context = nullcontext, earlier: Sequence[MicroBatch] = ()) -> None:
+        """Take the forwards that led to the loss of the step that is watched.
 
         Args:
-            again: runs its forward again.
-            context: to be entered around that.
-            earlier: micro-batches before this one whose gradients are part of the step.
+            forward: of the last micro-batch.
+            context: entered around each.
+            earlier: micro-batches before the last one whose gradients are part of the step.
         """
         if self.wanted:
-            self._parts, self._context = [*(part.again for part in earlier), again], context
-            self._losses = [part.loss for part in earlier]
-            self._why = self._never or next(filter(None, map(why_not, self._parts)), "")
-
-    def _offer_returned(self) -> None:
-        """Take the calls that returned the losses of the step's micro-batches, where nothing else was offered."""
-        calls = self.returned
-        if self.wanted and calls and not self._parts:
-            self.offer(
-                calls[-1],
-                nullcontext,
-                [MicroBatch(call, loss) for call in calls[:-1] if (loss := call.loss) is not None],
-            )
-            self._returned = calls
+            self._forwards, self._context = [*(batch.forward for batch in earlier), forward], context
+            self._earlier_losses = [batch.loss for batch in earlier]
+            self._obstacle = self._lasting_obstacle or next(filter(None, map(why_not, self._forwards)), "")
 
     def stepping(self) -> None:
-        """Look at the loss before the optimizer steps, if that which the forward returned is not precise enough, or it
-        is not known yet whether it can be had again.
+        """Run the forwards before the optimizer steps, if the loss they returned is not precise enough, or if it is not
+        known yet whether they give it again.
         """
         if self._calls is not None:
             self._calls.close()
-            self._offer_returned()
-        if not self._parts or self._before is not None or self._why:
+            calls = self.returned
+            if self.wanted and calls and not self._forwards:
+                earlier = [MicroBatch(call, loss) for call in calls[:-1] if (loss := call.loss) is not None]
+                self.offer(calls[-1], earlier=earlier)
+                self._returned = calls
+        if not self._forwards or self._before is not None or self._obstacle:
             return
         with self._context():
             halves = AutocastState.now(self._model).halves or any(call.halves for call in self._returned)
             self._rounded = self._compiled or halves or bool(undecorated(self._model))
         if self._rounded and self._sharded:
-            self._why = IN_PARTS
+            self._obstacle = IN_PARTS
         elif self._rounded:
-            self._parts = [again.precise() for again in self._parts]
-        if not self._why and (self._rounded or not (self._checked or self._sharded)):
+            self._forwards = [forward.precise() for forward in self._forwards]
+        if not self._obstacle and (self._rounded or not (self._checked or self._sharded)):
             self._before = self._total()
 
     @torch.no_grad()
     def after(
         self,
         optimizers: int,
-        given: StepInputs,
-        seen: RankReports,
+        step_inputs: StepInputs,
+        reports: RankReports,
         facts: StepContext,
         processes: ProcessGroup | None,
         out: RawScalars,
     ) -> Coroutine[None]:
-        """Put the change of the loss, the mean over the batches of all processes, or say why it is not known.
+        """Put the change of the loss, the mean over the batches of all processes, or the reason why it is not known.
 
         Args:
             optimizers: how many made a step.
-            given: what the training loop knows of the step.
-            seen: reports of all processes.
-            facts: of the step; are told why, and how precise the loss is.
+            step_inputs: what the training loop knows of the step.
+            reports: of all processes.
+            facts: of the step; the reason goes there, and the precision of the loss.
             processes: those that train together.
-            out: where it is put.
+            out: the change goes there.
         """
-        whole = all(some.whole for some in seen.steps)
-        self._why = self._why or why_unknown(optimizers, facts, whole) or ("" if whole else NOT_WHOLE)
-        change = None if self._why else self._change(given)
+        replayable = all(step.loss_replayable for step in reports.steps)
+        self._obstacle = (
+            self._obstacle or why_unknown(optimizers, facts, replayable) or ("" if replayable else NOT_WHOLE)
+        )
+        change = None if self._obstacle else self._change(step_inputs)
         change = None if change is None else change * facts.loss_parts
-        change, _ = yield from mean_of_batches(change, (), seen, processes)
-        unknown = self._why or (NOT_WHOLE if processes is None else ELSEWHERE)
-        facts.no_loss = unknown if change is None else ""
-        kinds = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
-        facts.loss_eps = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        change, _ = yield from mean_of_batches(change, (), reports, processes)
+        reason = self._obstacle or (NOT_WHOLE if processes is None else ELSEWHERE)
+        facts.no_loss = reason if change is None else ""
+        dtypes = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
+        facts.loss_eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         if change is not None:
             out.put(NETWORK, LOSS_CHANGE, change)
 
-    def _run(self, again: Repeatable) -> Tensor | None:
-        """Return the loss; with a graph where it does not come without, for it has derivatives of the network in it."""
+    def _run(self, forward: Repeatable) -> Tensor | None:
+        """Return the loss of a forward, run with a graph if it fails without: it may contain derivatives."""
         try:
-            return self._run_again(again, self._context, graph=self._graph)
+            return self._rerun(forward, self._context, graph=self._graph)
         except RuntimeError as error:
             if self._graph or self._sharded or isinstance(error, torch.OutOfMemoryError):
                 raise
-            loss = self._run_again(again, self._context, graph=True)
+            loss = self._rerun(forward, self._context, graph=True)
             self._graph = True
             return loss
 
-    def can_run(self, given: StepInputs) -> bool:
+    def can_run(self, step_inputs: StepInputs) -> bool:
         """Return whether this process knows the loss before the step and can run again all that led to it."""
-        self._check(given)
-        # A loss that is divided by 1 is one of one batch, or of several that are added up.
-        whole = len(self._parts) == given.accumulated or (given.accumulated == 1 and len(self._parts) > 1)
-        return whole and not self._why and self._loss_before(given) is not None
+        self._check(step_inputs)
+        count, accumulated = len(self._forwards), step_inputs.accumulated
+        # A loss that is divided by 1 is that of one batch, or of several that are added up.
+        complete = count == accumulated or (accumulated == 1 and count > 1)
+        return complete and not self._obstacle and self._trained_loss(step_inputs) is not None
 
-    def _check(self, given: StepInputs) -> None:
-        """See, once, whether what was run again before the step gave its loss."""
-        told = self._told(given)
-        if self._checked or self._before is None or told is None:
+    def _check(self, step_inputs: StepInputs) -> None:
+        """See, once, whether the forwards run again before the step gave its loss."""
+        loss = self._trained_loss(step_inputs)
+        if self._checked or self._before is None or loss is None:
             return
-        self._checked = True  # in all processes alike, which may have to run it together
-        again, was = float(self._before / given.accumulated), float(told)
-        if abs(again - was) > (ALIKE if self._rounded else SAME) * abs(was):
-            self._why = self._never = NOT_REPEATABLE.format(again=again, told=was)
-            self._warn(f"{self._why}; {UNNOTICED}")
+        self._checked = True  # in all processes, which may have to run it together
+        repeated, original = float(self._before / step_inputs.accumulated), float(loss)
+        tolerance = EAGER_TOLERANCE if self._rounded else TOLERANCE
+        if abs(repeated - original) > tolerance * abs(original):
+            self._obstacle = self._lasting_obstacle = NOT_REPEATABLE.format(repeated=repeated, original=original)
+            self._warn(f"{self._obstacle}; {UNNOTICED}")
 
-    def _loss_before(self, given: StepInputs) -> Tensor | None:
-        """Return the loss that the step's gradient is that of."""
-        told = self._told(given)
-        return told if told is None or self._before is None else self._before / given.accumulated
-
-    def _told(self, given: StepInputs) -> Tensor | None:
-        """Return that loss as backward passes began with it; ``None`` if it is not known."""
+    def _trained_loss(self, step_inputs: StepInputs) -> Tensor | None:
+        """Return the loss of the step as backward passes began with it; ``None`` if it is not known."""
         if self._returned:
-            losses = [call.loss for call in self._returned if call.loss is not None and _is_whole(call, given)]
-            known = len(losses) == len(self._returned)
-            return torch.stack(losses).double().sum() / given.accumulated if known else None
-        return None if given.loss is None else torch.stack([*self._losses, given.loss]).double().sum()
+            losses = [call.loss for call in self._returned if call.loss is not None and _is_whole(call, step_inputs)]
+            complete = len(losses) == len(self._returned)
+            return torch.stack(losses).double().sum() / step_inputs.accumulated if complete else None
+        if step_inputs.loss is None:
+            return None
+        return torch.stack([*self._earlier_losses, step_inputs.loss]).double().sum()
 
     def _total(self) -> Tensor | None:
-        """Run all micro-batches; return the sum of their losses, ``None`` where one has none or cannot be run again."""
+        """Run all micro-batches; return the sum of their losses, ``None`` if one has none or cannot be run again."""
         try:
-            losses = [loss for again in self._parts if (loss := self._run(again)) is not None]
+            losses = [loss for forward in self._forwards if (loss := self._run(forward)) is not None]
         except Exception as error:
-            self._why = f"the step could not be run again ({type(error).__name__}: {error})"
-            self._warn(f"{self._why}; {UNNOTICED}", error)
+            self._obstacle = f"the step could not be run again ({type(error).__name__}: {error})"
+            self._warn(f"{self._obstacle}; {UNNOTICED}", error)
             return None
-        return torch.stack(losses).double().sum() if len(losses) == len(self._parts) else None
+        return torch.stack(losses).double().sum() if len(losses) == len(self._forwards) else None
 
-    def _change(self, given: StepInputs) -> Tensor | None:
-        """Return the loss after the step less that before it, and that before it."""
-        before, after = self._loss_before(given), self._total()
+    def _change(self, step_inputs: StepInputs) -> Tensor | None:
+        """Return the change of the loss by the step, and the loss before it."""
+        trained, after = self._trained_loss(step_inputs), self._total()
+        before = trained if self._before is None else self._before / step_inputs.accumulated
         assert before is not None
-        return None if after is None else torch.stack([after / given.accumulated - before, before])
+        return None if after is None else torch.stack([after / step_inputs.accumulated - before, before])
 
 
-def _is_whole(call: RootCall, given: StepInputs) -> bool:
+def _is_whole(call: RootCall, step_inputs: StepInputs) -> bool:
     """Return whether the backward pass began with the loss that a call returned, and with nothing else."""
-    return call.flow is not None and bool(call.flow.whole(given.accumulated, given.loss_parts, divided=True))
+    return call.flow is not None and bool(
+        call.flow.whole(step_inputs.accumulated, step_inputs.loss_parts, divided=True)
+    )

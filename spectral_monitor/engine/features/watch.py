@@ -1,4 +1,4 @@
-"""Everything about features in a measured step: its own passes, rows of them, and forwards that are run again."""
+"""Everything about features in a measured step: its own passes, their rows, and replays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
 from spectral_monitor.engine.features.changes import ChangeStage
-from spectral_monitor.engine.features.full_tier import ALONE, SEVERAL, FullStage
+from spectral_monitor.engine.features.full_tier import ALONE, SINGLE_PROCESS, FullStage
 from spectral_monitor.engine.features.kernels import BACKWARD, GraphPasses
 from spectral_monitor.engine.features.outputs import OF_ROWS, measure_noise, measure_outputs
 from spectral_monitor.engine.features.replay_subset import ELSEWHERE, NO, YES
@@ -49,18 +49,18 @@ class WatchedForward:
     """The forward of the step as one process has seen it, when the step is over."""
 
     layers: list[LayerObservation]  # the report on each layer
-    prints: Tensor  # hashes of its outputs' rows
+    output_hashes: Tensor  # (layers, 2) hashes of its outputs' rows
     outputs: Outputs = field(default_factory=dict)  # layer index -> its outputs in the step
-    again: Replayable | None = None  # how the forward can be run again; ``None`` if it cannot
+    replayable: Replayable | None = None  # how the forward can be run again; ``None`` if it cannot
     no_replay: str = ""  # why it cannot
-    loss: Tensor | None = None  # that it had; ``None`` if it is not known
-    begun: Tensor | None = None  # the loss that the backward pass began with; ``None`` if it is not known
-    part: float = NO  # whether the first samples will do where it is run again
-    whole: bool = False  # whether all that led to the loss can be run again
+    loss: Tensor | None = None  # its loss; ``None`` if it is not known
+    backward_loss: Tensor | None = None  # the loss that the backward pass began with; ``None`` if it is not known
+    subset_state: float = NO  # whether the first samples are enough where it is run again
+    loss_replayable: bool = False  # whether all that led to the loss can be run again
 
     @classmethod
-    def of(cls, layers: int) -> WatchedForward:
-        """Return that of a forward of which nothing was seen."""
+    def empty(cls, layers: int) -> WatchedForward:
+        """Return a forward of which nothing was seen."""
         return cls([LayerObservation() for _ in range(layers)], torch.zeros(layers, 2, device="cpu"))
 
 
@@ -70,7 +70,7 @@ class FeatureWatch:
     Attributes:
         capture: records the calls of layers.
         replays: runs forwards again.
-        readouts: tells which layers are readouts by what is called.
+        readouts: finds out from calls which layers are readouts.
         moved: whether weights were changed between the forward and the optimizer's step.
     """
 
@@ -85,8 +85,8 @@ class FeatureWatch:
         warn: WarnOnce,
         warn_here: WarnOnce,
     ) -> None:
-        """``wrapper``: what is called in the model's place, to have its weights whole; the model if there is none;
-        ``warn_here``: tells what happened in this process alone.
+        """``wrapper``: FSDP's, which is called in the model's place to gather its weights; the model if there is none;
+        ``warn_here``: warns of what happened in this process alone.
         """
         self._model = model
         self._members: Sequence[BatchMember] = layout.members
@@ -94,28 +94,28 @@ class FeatureWatch:
         self._alone = processes is None and wrapper is model
         self._harmless, self._warn = harmless, warn
         layers = dict(enumerate(layout.layers)) if settings.needs & FEATURES else {}
-        room = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
-        # Where the weights of a forward lie is no one's but FSDP's affair.
+        max_rows = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
+        # FSDP moves the storage of flat parameters itself.
         watched = [p for p in model.parameters() if id(p) not in layout.flat]
-        self.capture = FeatureCapture(model, layers, room, watched, harmless, layout.entries, not layout.sharded)
+        self.capture = FeatureCapture(model, layers, max_rows, watched, harmless, layout.entries, not layout.sharded)
         self.replays = Replays(model, wrapper, self.capture, settings, layout.compiled, warn, warn_here)
         self.readouts = Readouts(layout.anatomy)
         self._context: Context = nullcontext
 
-    def clear(self, asked: Settings, facts: StepContext, out: RawScalars) -> None:
-        """Drop what was seen, and begin a step of which ``asked`` is measured; ``facts`` are told what is missing."""
+    def clear(self, requested: Settings, facts: StepContext, out: RawScalars) -> None:
+        """Drop what was seen, and begin a step with the ``requested`` settings; reasons go into ``facts``."""
         self.capture.disarm()
-        self.replays.begin(asked.needs, facts)
-        self._asked, self._keys, self._facts, self._out = asked, frozenset(asked.keys), facts, out
-        self._held_at: dict[int, Marks] = {}
+        self.replays.begin(requested.needs, facts)
+        self._requested, self._keys, self._facts, self._out = requested, frozenset(requested.keys), facts, out
+        self._weight_versions: dict[int, Marks] = {}  # by optimizer
         self.moved = False
         self._rows: RowStage | None = None
-        self._part: float = NO
+        self._subset_state: float = NO
 
     @property
     def wanted(self) -> bool:
         """True if the step's quantities need hooks on modules."""
-        return bool(self._asked.needs & FEATURES)
+        return bool(self._requested.needs & FEATURES)
 
     def arm(self) -> None:
         """Register the hooks, if any are needed."""
@@ -125,8 +125,8 @@ class FeatureWatch:
         capture.look_for(keys if self._alone else {NOISE} & keys)
         capture.watch_gradients = bool(BACKWARD & keys)
         capture.watch_weights = "gradient_change" in keys and self._alone
-        capture.watch_losses = "dh" in self._asked.needs or capture.watch_gradients
-        foresight = nothing if ALONE & keys else self.replays.slices.foresee
+        capture.watch_losses = "dh" in self._requested.needs or capture.watch_gradients
+        foresight = nothing if ALONE & keys else self.replays.subset.foresee
         ranked = bool({"backward_stable_rank", "backward_rms"} & keys)
         capture.foresee(foresight, ranked, apart=self._processes is not None)
         capture.traced = not self.readouts.complete
@@ -138,13 +138,13 @@ class FeatureWatch:
 
         Args:
             training_step: to be run again.
-            gradient: of the loss it returned, that the backward pass begins with.
-            context: to be entered around it.
+            gradient: of its loss, with which the backward pass begins.
+            context: entered around it.
         """
-        self.replays.whole, self._context = (training_step, LossGradient(gradient)), context
+        self.replays.training_step, self._context = (training_step, LossGradient(gradient)), context
 
     def begin_forward(self) -> None:
-        """Forget calls made so far: the forward that leads to the step begins now, its backward pass later."""
+        """Forget earlier calls: the forward that leads to the step begins now, its backward pass later."""
         self.capture.begin()
         self.capture.backward_open = False
 
@@ -153,7 +153,7 @@ class FeatureWatch:
         self.capture.forward_open = False
 
     def begin_backward(self) -> None:
-        """Take gradients from here on as those of the step; the forward is done."""
+        """Take later gradients as those of the step; the forward is done."""
         self.capture.forward_open, self.capture.backward_open = False, True
 
     def end_backward(self) -> None:
@@ -161,50 +161,50 @@ class FeatureWatch:
         self.capture.backward_open = False
 
     def before(self, optimizer: Optimizer) -> None:
-        """Mark the weights that an optimizer is about to change."""
+        """Note the versions of the weights that an optimizer is about to change."""
         if self.wanted:
-            self._held_at[id(optimizer)] = marks(parameters_of(optimizer))
+            self._weight_versions[id(optimizer)] = marks(parameters_of(optimizer))
 
     def ready(self, optimizer: Optimizer, around: Context) -> None:
-        """Look at what was recorded when an optimizer's gradients are there; ``around`` is entered for a pass beside
-        the step.
+        """Look at what was recorded, now that an optimizer's gradients are complete; ``around`` is entered around a
+        pass beside the step.
         """
         capture = self.capture
-        if self.wanted and not self.replays.looked:
+        if self.wanted and not self.replays.looked_aside:
             self.replays.look_aside(lambda: self._aside(around()))
         if capture.traced:
             self.readouts.stepped(optimizer, capture.backward_pass)
         capture.drop_unfinished()
         if capture.weights:
-            then, now = self._held_at[id(optimizer)], capture.weights
-            self.moved |= any(now.get(p, mark) != mark for p, mark in then.items())
+            versions = self._weight_versions[id(optimizer)]
+            self.moved |= any(capture.weights.get(p, version) != version for p, version in versions.items())
 
     @contextmanager
     def _aside(self, around: AbstractContextManager[object]) -> Iterator[None]:
         with self._context(), around:
             yield
 
-    def look(self, forward: WatchedForward, given: StepInputs) -> None:
+    def look(self, forward: WatchedForward, step_inputs: StepInputs) -> None:
         """Fill in what was recorded of the step's forward, and how it can be run again."""
         if self.wanted:
             forward.outputs = self.capture.outputs()
-            forward.again, forward.loss, forward.no_replay = self.replays.choose(given, self.moved)
-            forward.begun = given.begun(forward.loss)
-            forward.part = self.replays.look(forward.again)
+            forward.replayable, forward.loss, forward.no_replay = self.replays.choose(step_inputs, self.moved)
+            forward.backward_loss = step_inputs.backward_loss(forward.loss)
+            forward.subset_state = self.replays.look(forward.replayable)
 
-    def explain(self, seen: RankReports) -> None:
-        """Put what is known of features that were not seen, or of some samples only."""
+    def explain(self, reports: RankReports) -> None:
+        """Note among the facts which features were not seen, or of some samples only."""
         capture, facts = self.capture, self._facts
-        facts.unseen = self.replays.unseen or (MOVED if any(some.moved for some in seen.steps) else "")
+        facts.unseen = self.replays.unobserved or (MOVED if any(step.moved for step in reports.steps) else "")
         facts.shared = capture.shared
         facts.sampled = bool(capture.looked_at)
-        facts.halved = capture.halved and capture.looked is None and self._asked.replay_samples is not None
-        if seen.batch_count < len(seen.batches):
+        facts.halved = capture.halved and capture.looked is None and self._requested.replay_samples is not None
+        if reports.batch_count < len(reports.batches):
             facts.why_not[NOISE, NETWORK] = DIVIDED
 
-    def begin_rows(self, seen: RankReports) -> RowStage:
-        """Begin to measure rows, now that all processes know of each other's."""
-        self._rows = RowStage(self._members, self._asked, seen, self._processes, self._out)
+    def begin_rows(self, reports: RankReports) -> RowStage:
+        """Begin to measure rows, now that all processes know the others' reports."""
+        self._rows = RowStage(self._members, self._requested, reports, self._processes, self._out)
         return self._rows
 
     def routine(self, rows: RowStage, outputs: Outputs) -> Coroutine[None]:
@@ -224,69 +224,68 @@ class FeatureWatch:
         rows = input_rows(self.capture.calls.get(i, ()))
         if rows is None:
             return None
-        room = None if self._asked.max_rows is None else rows_worth(self._members[i].layer.layout)
-        index = chosen_rows(len(rows), room, rows.device)
+        max_rows = None if self._requested.max_rows is None else rows_worth(self._members[i].layer.layout)
+        index = chosen_rows(len(rows), max_rows, rows.device)
         return rows if index is None else rows[index]
 
     def changes(
         self,
         forward: WatchedForward,
         rows: RowStage,
-        given: StepInputs,
+        step_inputs: StepInputs,
         due: bool,
         stage: MatrixStage,
         start: Mapping[str, Tensor],
     ) -> Coroutine[None]:
-        """Run the forward again and measure what the step changed of the features.
+        """Run the forward again and measure how the step changed the features.
 
         Args:
             forward, rows: those of the step.
-            given: what the training loop knows of the step.
+            step_inputs: what the training loop knows of the step.
             due: whether the probe batch is run again too.
             stage: has the weights before the step, and their learning rates.
-            start: parameter name -> its value at the start of the run, where that is asked for.
+            start: parameter name -> its value at the start of the run, where a quantity needs it.
         """
-        seen = rows.census
+        steps = rows.reports.steps
         if self._processes is not None:
-            self._out.note(NETWORK, LOSS, seen.begun)
-        elif forward.begun is not None:
-            self._out.put(NETWORK, LOSS, forward.begun)
-        facts, host, asked = self._facts, self._asked.low_memory, ALONE & self._keys
+            self._out.note(NETWORK, LOSS, rows.reports.backward_loss)
+        elif forward.backward_loss is not None:
+            self._out.put(NETWORK, LOSS, forward.backward_loss)
+        facts, host, keys = self._facts, self._requested.low_memory, ALONE & self._keys
         if not self._alone:
-            facts.why_not |= {(key, NETWORK): SEVERAL for key in asked}
-            asked = frozenset()
-        full = FullStage(self._model, self.capture, asked, host, facts, self._out, stage.old)
+            facts.why_not |= {(key, NETWORK): SINGLE_PROCESS for key in keys}
+            keys = frozenset()
+        full = FullStage(self._model, self.capture, keys, host, facts, self._out, stage.old)
         full.checks()
-        slices = self.replays.slices
-        alike = slices.agree([int(some.samples) for some in seen.steps])
-        self._part = part = min(int(some.part) for some in seen.steps) if alike else NO
-        replay = full.replay(forward.outputs, slices.portion if part == YES else None)
+        subset = self.replays.subset
+        same_size = subset.agree([int(step.samples) for step in steps])
+        self._subset_state = subset_state = min(int(step.subset_state) for step in steps) if same_size else NO
+        replay = full.replay(forward.outputs, subset.portion if subset_state == YES else None)
         self.capture.drop_inputs()
-        again, facts.no_replay = forward.again, forward.no_replay
-        if len({some.again for some in seen.steps}) > 1:
-            again = None
+        replayable, facts.no_replay = forward.replayable, forward.no_replay
+        if len({step.replay_kind for step in steps}) > 1:
+            replayable = None
             facts.no_replay = "the forward cannot be run again: the processes called the model differently"
         with self._harmless("running the forward again"):
-            self.replays.run(due, again, part, replay, given.context)
-        done, self.replays.done = self.replays.done, ReplayOutcome()
-        known = all(some.loss for some in seen.steps)
-        after = ChangeStage(rows, full)
-        yield from after.measure(done, slices.off, facts, forward.loss if known else None)
-        if after.off and not slices.off:
-            slices.give_up()
-            if not slices.automatic:
-                self._warn(f"replay_samples is of no use: {ELSEWHERE}; the whole batch is run again")
-        if after.probe_lost:
+            self.replays.run(due, replayable, subset_state, replay, step_inputs.context)
+        outcome, self.replays.outcome = self.replays.outcome, ReplayOutcome()
+        before = forward.loss if all(step.loss for step in steps) else None
+        changes = ChangeStage(rows, full)
+        yield from changes.measure(outcome, subset.disabled, facts, before)
+        if changes.all_samples and not subset.disabled:
+            subset.give_up()
+            self.replays.warn_useless(ELSEWHERE)
+        if changes.probe_lost:
             self.replays.probe = None
         with self._harmless("running the forward again with a graph"):
             graphs = GraphPasses(
-                self._model, self.capture, asked, host, facts, self._out, self._warn, given, stage.rates
+                self._model, self.capture, keys, host, facts, self._out, self._warn, step_inputs, stage.rates
             )
-            graphs.measure(again, forward.outputs)
-            full.linearized(self.replays.probe, start, given.context)
+            graphs.measure(replayable, forward.outputs)
+            full.linearized(self.replays.probe, start, step_inputs.context)
 
     def settle(self, measurement: Measurement) -> None:
-        """Run more samples again from now on, if few were too uncertain."""
-        if self._part == YES:
+        """Run more samples from the next step on, if the numbers of these were too uncertain."""
+        if self._subset_state == YES:
             changes = relative_errors(measurement.values, measurement.errors, "feature_change")
-            self.replays.slices.widen(changes, known_errors(measurement.errors, "bfa_cos"))
+            self.replays.subset.widen(changes, known_errors(measurement.errors, "bfa_cos"))
