@@ -80,7 +80,6 @@ def test_the_divisor_follows_from_the_family_the_fans_and_the_rates(of, rate, ra
     finding = found([ratio] * 5, of, lr=dict.fromkeys(ROLES, rate))
     assert finding.divisor == pytest.approx(divisor)
     assert (finding.width, finding.rate, finding.ratio) == pytest.approx((8.0, rate, ratio))
-    assert finding.layers == GROWN
     assert finding.measurements == 5
 
 
