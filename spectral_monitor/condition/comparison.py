@@ -57,7 +57,7 @@ class Comparison:
         """Return the geometric median of a quantity over all peers but one; of gains for ``weight_natural``."""
         if quantity not in self._logs:
             peers = self._network.peers
-            if quantity == "weight_natural":  # what began at zero tells nothing of the size of weights
+            if quantity == "weight_natural":  # layers that began at zero tell nothing about the size of weights
                 peers = tuple(peer for peer in peers if peer.name not in self._network.from_zero and not peer.scaled)
                 values = {peer.name: peer.gain for peer in peers}
             else:
@@ -65,11 +65,11 @@ class Comparison:
             logs = {name: math.log(value) for name, value in values.items() if 0 < value < math.inf}
             self._logs[quantity] = logs, sorted(logs.values())
         logs, ordered = self._logs[quantity]
-        own = logs.get(row.name)
-        count = len(ordered) - (own is not None)
+        own_log = logs.get(row.name)
+        count = len(ordered) - (own_log is not None)
         if not count:
             return math.nan
         # Skip the layer's own index in the sorted list: sorting again for each of thousands of layers takes seconds.
-        skipped = len(ordered) if own is None else bisect_left(ordered, own)
+        skipped = len(ordered) if own_log is None else bisect_left(ordered, own_log)
         low, high = (ordered[k + (k >= skipped)] for k in ((count - 1) // 2, count // 2))
         return math.exp((low + high) / 2)

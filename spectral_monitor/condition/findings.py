@@ -17,7 +17,7 @@ from spectral_monitor.condition.settings import Band, SpectralCondition
 UPDATE_LIMIT = 1.0
 """Largest update-to-weight ratio: steps as large as the matrix itself overwrite what earlier steps learned."""
 WEIGHT_BAND: Band = (1 / 30, 10.0)
-"""Gain of the initial weights over the median gain; recipes begin residual branches up to 14 times smaller."""
+"""Gain of the initial weights over the median gain; recipes initialize residual branches up to 14 times smaller."""
 SIZE_LIMIT, DRIFT_LIMIT = 100.0, 10.0
 """Largest natural norm of weights that have moved by more than ``DRIFT_LIMIT`` times their initial norm."""
 EMBEDDING_BAND: Band = (1 / 300, 30.0)
@@ -243,7 +243,7 @@ def _weights(network: Network, row: Row) -> Finding | None:
     low, high = WEIGHT_BAND
     if not ratio > 0 or (ratio < low and network.is_read(row)):
         return None
-    if row.info.role == "readout" or not network.fresh:  # many recipes begin these, or added layers, next to zero
+    if row.info.role == "readout" or not network.fresh:  # many recipes begin readouts and added layers next to zero
         low = 0.0
     return Finding("weights", row.name, "weight_natural", value, value / ratio, (low, high))
 

@@ -138,8 +138,8 @@ class Judge:
         for key, finding in counted.items():
             if finding.quantity in measured:
                 self._count(key, finding, measurement.step)
-        self._compare_widths(measurement, settings)
-        present = self._verdicts(counted, network)
+        width_cases = self._too_wide(measurement, settings)
+        present = verdicts([*width_cases, *self._cases(counted, network)], network)
         self._announce(present, measurement.step)
         ended = network.top_lr == 0 and network.drift > 0  # layers then keep their last state
         if not (ended and self.states):
@@ -220,8 +220,8 @@ class Judge:
             if record.missing >= self.condition.persistence:
                 del self._records[key]
 
-    def _verdicts(self, counted: Mapping[tuple[str, str], Finding], network: Network) -> tuple[Verdict, ...]:
-        cases = []
+    def _cases(self, counted: Mapping[tuple[str, str], Finding], network: Network) -> Iterator[Case]:
+        """Yield the explained cases of flagged checks, and remember the layers of the others."""
         self._unexplained.clear()
         for key, record in self._records.items():
             if record.flagged and key in counted:
@@ -229,23 +229,19 @@ class Judge:
                 if explanation.code == NO_CAUSE and not self.condition.is_own:
                     self._unexplained.add(key[0])
                 else:
-                    cases.append(Case(counted[key], explanation, record.since, record.outside))
-        return verdicts([*self._width(), *cases], network)
+                    yield Case(counted[key], explanation, record.since, record.outside)
 
-    def _compare_widths(self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None) -> None:
-        """Compare updates with those of a narrower network, if the profile is of one."""
-        profile = self.condition.profile
-        if profile is not None and "width" not in self.condition.ignore:
-            compared = width_transfer.compare_widths(profile, measurement, settings)
-            if compared is not None:
-                self._comparisons = [*self._comparisons, compared][-width_transfer.WINDOW :]
-
-    def _width(self) -> Iterator[Case]:
-        """Yield the case that the comparisons with a narrower network make together, if any.
+    def _too_wide(self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None) -> Iterator[Case]:
+        """Yield the case that comparisons with a narrower network make together, if the profile is of one.
 
         Under optimizers like Adam the theory's advice lowers the loss. Under SGD a wide network often trains well at
         the same rate, so the case has no remedy.
         """
+        profile = self.condition.profile
+        if profile is not None and "width" not in self.condition.ignore:
+            comparison = width_transfer.compare_widths(profile, measurement, settings)
+            if comparison is not None:
+                self._comparisons = [*self._comparisons, comparison][-width_transfer.WINDOW :]
         wide = width_transfer.find_width(self._comparisons)
         if wide is not None:
             finding = Finding("width", NETWORK, "update_natural", wide.ratio, 1.0, (0.0, width_transfer.THRESHOLD))

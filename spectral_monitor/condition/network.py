@@ -290,8 +290,8 @@ class Network:
         Empty if the data are a few coordinates: these may lie along a line, which has stable rank 1.
         """
         embedded = any(row.info.role == "embedding" for row in self.rows)
-        first = self.peers[0].info if self.peers else None
-        if first is None or (not embedded and math.prod(first.shape) < SPREADING_INPUTS * first.fan_out):
+        first_info = self.peers[0].info if self.peers else None
+        if first_info is None or (not embedded and math.prod(first_info.shape) < SPREADING_INPUTS * first_info.fan_out):
             return {}
         ranks = {row.name: row.get("input_stable_rank") for row in self.peers if row.info.fan_in >= SPREADING_INPUTS}
         return {name: max(rank - 1, 0.0) for name, rank in ranks.items() if not math.isnan(rank)}

@@ -36,7 +36,7 @@ DEAD = frozenset({"dead", "unmoved"})
 CUT_OFF = frozenset({"dead_input", "dead_above"})
 """Causes of layers that get no gradient because another layer blocks it."""
 AS_ONE = BEGINNING | {"vanishing", "exploding"}
-"""Causes that many layers show where one thing is wrong with the network."""
+"""Causes that many layers share if one thing is wrong with the network."""
 MIN_LAYERS_AS_ONE = 3
 """From this number of layers on, one cause of :data:`AS_ONE` makes a single root."""
 
@@ -75,7 +75,7 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     if not best:
         return ()
     counts = Counter(case.explanation.code for case in best.values())
-    many = {code for code in AS_ONE if counts[code] >= MIN_LAYERS_AS_ONE}
+    shared = {code for code in AS_ONE if counts[code] >= MIN_LAYERS_AS_ONE}
     first = min(map(rank, counts))
     groups: dict[object, list[Case]] = defaultdict(list)
     followers: list[Case] = []
@@ -83,9 +83,9 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
         code = case.explanation.code
         if first == 1 and code == "diverged":  # a cause of the beginning must be corrected first
             case = replace(case, explanation=_after_the_cause(case.explanation))
-            groups[_group(case, network, many)].append(case)
+            groups[_group(case, network, shared)].append(case)
         elif rank(code) == first or (first == 0 and code in BEGINNING - {"rounding"}):
-            groups[_group(case, network, many)].append(case)
+            groups[_group(case, network, shared)].append(case)
         else:
             followers.append(case)
     roots = [_root(group, network) for group in groups.values()]
@@ -110,16 +110,16 @@ def _order(case: Case) -> tuple[int, float, str]:
     return rank(case.explanation.code), -float(f"{case.finding.excess:.3g}"), case.finding.layer
 
 
-def _group(case: Case, network: Network, many: set[str]) -> object:
+def _group(case: Case, network: Network, shared: set[str]) -> object:
     """Return the key of the root that a case belongs to: its cause, and the parameter group or layer.
 
-    Causes in ``many`` make a single root.
+    Causes in ``shared`` make a single root.
     """
     code, name = case.explanation.code, case.finding.layer
     row = network.parameter(name)
     if code in OF_A_GROUP and row is not None and row.settings.group >= 0:
         return code, row.settings.group
-    if code in many or code in DEAD | CUT_OFF:
+    if code in shared or code in DEAD | CUT_OFF:
         return code
     return code, name
 

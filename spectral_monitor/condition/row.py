@@ -100,7 +100,7 @@ class Row:
 
     @property
     def has_gradient(self) -> bool:
-        """False if only momentum or weight decay moved it, which tells nothing of its learning rate."""
+        """False if only momentum or weight decay moved it, which tells nothing about its learning rate."""
         return self.get("contribution") != 0 or self.get("lost") > 0
 
     @property

@@ -36,7 +36,7 @@ def layer_states(judged: JudgedMeasurement, verdicts: Sequence[Verdict]) -> dict
     for verdict in verdicts:
         for name in verdict.layers:
             off.setdefault(name, f"follows from {verdict.root}" if verdict.root else verdict.cause)
-    still = why_still(judged.network)
+    reason_for_all = why_still(judged.network)
     states = {}
     for info in judged.measurement.layers:
         if not info.is_matrix:
@@ -45,7 +45,7 @@ def layer_states(judged: JudgedMeasurement, verdicts: Sequence[Verdict]) -> dict
         name = info.name if row is None else row.name
         if name in off:
             states[info.name] = LayerState(OFF, off[name])
-        elif reason := still or _why_not_judged(judged, row):
+        elif reason := reason_for_all or _why_not_judged(judged, row):
             states[info.name] = LayerState(NOT_JUDGED, reason)
         else:
             states[info.name] = LayerState(HEALTHY)

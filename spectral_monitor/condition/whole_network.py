@@ -90,9 +90,9 @@ class WholeNetwork(Memory):
         if not diverged.inside():
             yield from self._outputs.targets(measurement, network)  # perhaps the cause
             return
-        if (still := _still(measurement, network)) is not None:
-            yield still
-            if not still.inside():
+        if (movement := _movement(measurement, network)) is not None:
+            yield movement
+            if not movement.inside():
                 return
         yield from _parametrization(network)
         symmetric = _is_symmetric(network)
@@ -244,7 +244,7 @@ def why_still(network: Network) -> str:
     return ""
 
 
-def _still(measurement: Measurement, network: Network) -> Finding | None:
+def _movement(measurement: Measurement, network: Network) -> Finding | None:
     """Return a finding on the largest update, which is 0 if nothing moves.
 
     It is also 0 if only biases and gains move because matrices cannot. In a network that was trained before, that is a

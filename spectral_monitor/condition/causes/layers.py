@@ -57,12 +57,12 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if not (large or factor <= 1 / SUSPECT) or large != (finding.check == "exploding" or finding.ratio > 1):
         return None
     own_lr, advised_lr = at_peak(row, row.lr), at_peak(row, usual_lr)
-    whose = "the profile's" if from_profile else "that of the other layers"
+    reference = "the profile's" if from_profile else "that of the other layers"
     others = [network.rates[peer.name] for peer in network.peers_of(row) if peer.name in network.rates]
     if not from_profile and not all(math.isclose(usual_lr, other.usual_lr, rel_tol=0.05) for other in others):
-        whose = "by the rule of the others it would be"
+        reference = "by the rule of the others it would be"
     code = "lr_too_large" if large else "lr_too_small"
-    comparison = f"its learning rate is {own_lr:.3g}, {whose} {advised_lr:.3g}"
+    comparison = f"its learning rate is {own_lr:.3g}, {reference} {advised_lr:.3g}"
     certain = from_profile or finding.check == "exploding" or row.name in network.expected
     if not certain and (size := _size_if_similar(row, network)):
         return Explanation(
@@ -126,7 +126,7 @@ def _frobenius(finding: Finding, row: Row, network: Network) -> Explanation | No
 
 
 def _is_frobenius(network: Network) -> bool:
-    """Return whether updates of different shapes share one ratio to the weights in Frobenius norm, but no size."""
+    """Return whether layers share one update-to-weight ratio in the Frobenius norm but differ in the natural norm."""
     rows = [row for row in network.peers if row.get("update_fro") > 0 and row.get("weight_fro") > 0]
     if len({min(row.info.fan_in, row.info.fan_out) for row in rows}) < 2 or len({row.info.fan_in for row in rows}) < 2:
         return False  # if all layers have the same number of inputs, the first step of Adam looks like this too

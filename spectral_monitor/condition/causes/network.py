@@ -52,13 +52,7 @@ class History(NamedTuple):
 
 
 def of_network(finding: Finding, network: Network, history: History) -> Explanation:
-    """Explain a finding on the network as a whole.
-
-    Args:
-        finding: the finding to explain.
-        network: all layers at the same measurement.
-        history: the run up to that measurement.
-    """
+    """Explain a finding on the network as a whole."""
     if finding.check in _SENTENCES:
         code, template = _SENTENCES[finding.check]
         sentence = template.format(finding=finding, size=short(finding.value), history=history)
@@ -142,11 +136,11 @@ def _overshoots(finding: Finding, network: Network, history: History) -> Explana
 
 
 def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
-    over_usual = geometric_median(
+    relative_gain = geometric_median(
         network.initial_sizes.get(row.name, math.nan) for row in network.peers if not network.began_small(row)
     )
-    if over_usual > LARGE:
-        gain = over_usual * GAINS[1]
+    if relative_gain > LARGE:
+        gain = relative_gain * GAINS[1]
         return Explanation(
             "weights_too_large",
             "steps are small beside the weights, of which most began large enough to multiply features by "
@@ -154,15 +148,15 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
             Remedy("scale_weights", (), USUAL_GAIN / gain),
         )
     limit = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
-    slow = [row for row in network.peers if not finding.layers or row.name in finding.layers]
-    even = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in slow)
-    most = MOST if even else MOST_UNEVEN
+    rows = [row for row in network.peers if not finding.layers or row.name in finding.layers]
+    normalized = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in rows)
+    most = MOST if normalized else MOST_UNEVEN
     factor = min(most, float(f"{max(min(SLOWEST / finding.value, limit), 2.0):.1g}"))
     advice = (
         f"multiply {_rates(finding, network)} by {f'{factor:.0f} or more' if factor == most else f'about {factor:.0f}'}"
     )
     # Only steps of SGD depend on the size of gradients.
-    if any(row.settings.family == "sgd" for row in slow) and network.clip_factor < MOSTLY_CLIPPED:
+    if any(row.settings.family == "sgd" for row in rows) and network.clip_factor < MOSTLY_CLIPPED:
         advice += f", or clip gradients less: they are {short(1 / network.clip_factor)} times smaller for it"
     return Explanation(
         "rates_too_small",

@@ -16,12 +16,7 @@ USUAL_GAIN, HALVES = 0.6, 0.5
 
 
 def huge_at_start(network: Network, limit: float) -> str:
-    """Return a sentence on outputs above a limit before the first step; empty if there are none.
-
-    Args:
-        network: the layers at a measurement, with the outputs of the forward pass before its step.
-        limit: largest root mean square.
-    """
+    """Return a sentence on outputs whose RMS is above a limit before the first step; empty if there are none."""
     sizes = {row.name: size for row in network.peers if (size := row.get("feature_rms")) > 0}
     if network.step > 1 or not sizes or not max(sizes.values()) > limit:
         return ""

@@ -47,10 +47,10 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
                 "as where a softmax behind it is saturated, or its learning rate is next to 0"
             )
         return Explanation("rounding", sentence, check)
-    still = [other for other in network.rows if not other.has_gradient and other.lr != 0]
-    if row not in still:
+    without_gradient = [other for other in network.rows if not other.has_gradient and other.lr != 0]
+    if row not in without_gradient:
         return Explanation("unmoved", "a learning rate but no update: no gradient arrives, or one of exactly nothing")
-    zeros = [other.name for other in still if other.get("weight_natural") == 0]
+    zeros = [other.name for other in without_gradient if other.get("weight_natural") == 0]
     if row.name in zeros and len(zeros) > 1:
         others = " and ".join(name for name in zeros if name != row.name) if len(zeros) < 4 else "others"
         return Explanation(
@@ -59,13 +59,13 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
             "draw one of them",
             check,
         )
-    if len(still) == len(network.rows):
+    if len(without_gradient) == len(network.rows):
         return Explanation(
             "dead", "no layer gets a gradient: the loss does not depend on them, is exactly 0, or one is dead"
         )
     if _gives_zeros(row):
         return Explanation("dead_input", "its inputs are all zero: the layer before it is dead, or it is given zeros")
-    chain = takewhile(lambda other: other in still, network.rows[network.rows.index(row) :])
+    chain = takewhile(lambda other: other in without_gradient, network.rows[network.rows.index(row) :])
     blamed = [other for other in chain if not _bias_has_gradient(other, network) and not _gives_zeros(other)]
     if row not in blamed:
         return Explanation(

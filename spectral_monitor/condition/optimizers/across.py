@@ -35,19 +35,19 @@ def rates_of(network: Network) -> dict[str, Rate]:
         rated = [(row.info, row.lr) for row in rows]
         layer_rates |= rates(rated, network.expected, steps, vectors, network.new, network.thawed)
     if network.fresh:  # in other networks an optimizer may fine-tune
-        for odd, reference in _outliers(groups.values(), steps):
-            layer_rates |= _rates_by_rule_of(reference, odd, network)
+        for outlier, reference in _outliers(groups.values(), steps):
+            layer_rates |= _rates_by_rule_of(reference, outlier, network)
     return layer_rates
 
 
-def _rates_by_rule_of(reference: Sequence[Row], odd: Sequence[Row], network: Network) -> Iterator[tuple[str, Rate]]:
+def _rates_by_rule_of(reference: Sequence[Row], outlier: Sequence[Row], network: Network) -> Iterator[tuple[str, Rate]]:
     """Yield the rates of one optimizer's layers, compared with those that another optimizer's rule gives them."""
     peaks = rates([(row.info, row.lr * row.to_peak) for row in reference], network.expected, network.largest_steps)
     rule = next(iter(peaks.values())).rule
     unit = geometric_median(
         rate.usual_lr / RULES[rule](row.info) for row, rate in zip(reference, peaks.values(), strict=True)
     )
-    for row in odd:
+    for row in outlier:
         usual_lr = unit * RULES[rule](row.info) * network.expected.get(row.name, 1.0) / row.to_peak
         yield row.name, Rate(row.lr, usual_lr, rule=rule)
 
@@ -70,5 +70,5 @@ def _outliers(
         slow, fast = (pick(range(len(same_kind)), key=peaks.__getitem__) for pick in (min, max))
         if peaks[fast] > MAX_RATE_RATIO * peaks[slow] and steps[fast] > LEVEL * steps[slow]:
             slow_off, fast_off = (distance([row.name for row in same_kind[i]], largest_steps) for i in (slow, fast))
-            odd, reference = (slow, fast) if slow_off > fast_off else (fast, slow)
-            yield same_kind[odd], same_kind[reference]
+            outlier, reference = (slow, fast) if slow_off > fast_off else (fast, slow)
+            yield same_kind[outlier], same_kind[reference]

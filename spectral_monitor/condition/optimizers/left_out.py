@@ -52,13 +52,13 @@ def left_out(
         groups[re.sub(r"\d+", "*", row.name), row.info.shape].append(row)
     patterns: dict[str, str] = {}
     for (pattern, _), group in groups.items():
-        out = [k for k, row in enumerate(group) if never_moved(row) and is_out(row)]
+        indices = [k for k, row in enumerate(group) if never_moved(row) and is_out(row)]
         moving = sum(row.get("update_ratio") > 0 for row in group)
-        if not out or len(group) < FEWEST or moving <= len(group) / 2:
+        if not indices or len(group) < FEWEST or moving <= len(group) / 2:
             continue
-        are_first, are_last = out[-1] == len(out) - 1, out[0] == len(group) - len(out)
+        are_first, are_last = indices[-1] == len(indices) - 1, indices[0] == len(group) - len(indices)
         if (first or not are_first) and (last or not are_last):
-            patterns |= {group[k].name: pattern for k in out}
+            patterns |= {group[k].name: pattern for k in indices}
     return patterns
 
 
@@ -80,23 +80,20 @@ def is_detached(row: Row) -> bool:
 def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
     """Return the layers, frozen ones too, that no optimizer trains although most in equal places are trained.
 
+    The rows are in the order of the model; the layers are returned as in :func:`left_out`.
+
     In a network that was trained before, the first or the last ones may be left out on purpose. Layers whose gradients
     no optimizer takes count too. If these are many, another network may serve as a loss, so only those count that were
     drawn at random or begin at zero. In a network that was trained before only those count, such as a new head, and
     only if most layers move.
-
-    Args:
-        rows: matrices in the order of the model.
-        fresh: whether the network is new.
-
-    Returns:
-        Name -> pattern of equal places.
     """
     moving = sum(row.get("update_ratio") > 0 for row in rows)
     forgotten = [row for row in rows if row.settings.forgotten and never_moved(row)]
     if not (fresh and len(forgotten) < moving):
-        enough = moving > (0 if fresh else len(rows) / 2)
-        forgotten = [row for row in forgotten if enough and (row.randomness > FRESH or row.get("weight_natural") == 0)]
+        enough_move = moving > (0 if fresh else len(rows) / 2)
+        forgotten = [
+            row for row in forgotten if enough_move and (row.randomness > FRESH or row.get("weight_natural") == 0)
+        ]
     return dict.fromkeys((row.name for row in forgotten), OTHERS) | left_out(rows, is_untrained, fresh, fresh)
 
 
@@ -106,15 +103,12 @@ def cut_off(rows: Sequence[Row]) -> frozenset[str]:
     Four kinds count: two or more layers that include the first of the model; most of those that are trained, if they
     are all ahead of the first one that moves; about half of the layers of a new network; and layers in equal places if
     gradients reach most of them. A single layer, or the last ones in equal places, may just be unused.
-
-    Args:
-        rows: matrices in the order of the model.
     """
-    still = [row for row in rows if never_moved(row) and row.is_trained]
-    detached = {row.name for row in still if row.get("unused") == 1}
+    unmoved = [row for row in rows if never_moved(row) and row.is_trained]
+    detached = {row.name for row in unmoved if row.get("unused") == 1}
     # Layers whose calls cannot be seen, such as recurrent ones, may be unused: they only count with others, or if most
     # trained layers get no gradient.
-    unobserved = {row.name for row in still if math.isnan(row.get("unused")) and row.get("unseen") == 1}
+    unobserved = {row.name for row in unmoved if math.isnan(row.get("unused")) and row.get("unseen") == 1}
     moving = [k for k, row in enumerate(rows) if row.get("update_ratio") > 0]
     ahead = {row.name for row in rows[: moving[0]] if row.is_trained} if moving else set()
     most_ahead = 2 * len(ahead) > sum(row.is_trained for row in rows) and ahead <= detached | unobserved
@@ -134,11 +128,11 @@ def _half_of_new(rows: Sequence[Row], detached: Collection[str]) -> frozenset[st
     trained = [row for row in rows if row.is_trained]
     moving = {row.name: row for row in trained if row.get("update_ratio") > 0}
     owners = {row.settings.owner for row in moving.values()}
-    still = [row for row in trained if row.name in detached and row.settings.owner in owners]
-    drawn = not any(row.dense and row.randomness <= FRESH for row in still)
-    if len(still) < max(2, ABOUT_HALF * len(trained)) or not drawn or _is_copy(still, moving):
+    unmoved = [row for row in trained if row.name in detached and row.settings.owner in owners]
+    drawn = not any(row.dense and row.randomness <= FRESH for row in unmoved)
+    if len(unmoved) < max(2, ABOUT_HALF * len(trained)) or not drawn or _is_copy(unmoved, moving):
         return frozenset()
-    return frozenset(row.name for row in still)
+    return frozenset(row.name for row in unmoved)
 
 
 def _is_copy(part: Sequence[Row], others: Mapping[str, Row]) -> bool:

@@ -260,9 +260,9 @@ def _equal_factors(factors: Mapping[str, float]) -> Iterator[tuple[float, list[s
     names = sorted(factors, key=lambda name: factors[name])
     while names:
         factor = factors[names[0]]
-        equal = [name for name in names if factors[name] <= SAME * factor]
-        yield factor, equal
-        names = names[len(equal) :]
+        equal_layers = [name for name in names if factors[name] <= SAME * factor]
+        yield factor, equal_layers
+        names = names[len(equal_layers) :]
 
 
 def _one_kind(chosen: set[str], order: Sequence[str]) -> tuple[str, bool]:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.measurement import DENSE, LayerInfo, Measurement
@@ -32,9 +32,8 @@ EXPECTED = (
 )
 
 
-@dataclass(frozen=True)
-class ProfilePoint:
-    """One layer at one step of the tuned run."""
+class ProfilePoint(NamedTuple):
+    """The values of :data:`KEYS` of one layer at one step of the tuned run."""
 
     weight_natural: float
     update_natural: float
@@ -70,7 +69,7 @@ class Fans:
 
     @property
     def inputs(self) -> int:
-        """The number of inputs of one output."""
+        """The number of inputs that one output reads."""
         return self.fan_in * self.taps
 
 
@@ -83,8 +82,8 @@ class Profile:
         steps: layer -> steps at which it was measured, in rising order.
         points: layer -> its norms and learning rate at these steps.
         fans: layer -> sizes of its matrices; empty if the file is of version 1.
-        settings: layer -> settings of its optimizer, only :data:`EXACT` and :data:`NUMBERS`; without layers whose
-            optimizer was unknown.
+        settings: layer -> those settings of its optimizer that are in :data:`EXACT` and :data:`NUMBERS`; layers whose
+            optimizer was unknown are missing.
 
     Example:
         >>> points = (ProfilePoint(1.0, 0.1, 0.1), ProfilePoint(1.0, 0.001, 0.001))
@@ -107,7 +106,7 @@ class Profile:
         Between two steps logarithms are interpolated; before the first and after the last their values hold.
 
         Raises:
-            KeyError: the layer is unknown; with the valid ones.
+            KeyError: the layer is unknown; the error lists the valid ones.
         """
         if layer not in self.roles:
             raise KeyError(f"the profile has no layer {layer!r}; layers: {', '.join(self.roles)}")
@@ -116,8 +115,7 @@ class Profile:
         if i in (0, len(steps)):
             return points[max(i - 1, 0)]
         share = (step - steps[i - 1]) / (steps[i] - steps[i - 1])
-        pairs = [(getattr(points[i - 1], key), getattr(points[i], key)) for key in KEYS]
-        return ProfilePoint(*(_between(*pair, share) for pair in pairs))
+        return ProfilePoint(*(_between(*pair, share) for pair in zip(points[i - 1], points[i], strict=True)))
 
     def covers(self, step: int, layer: str) -> bool:
         """Return whether a step lies within the measured steps of the tuned run."""
@@ -288,7 +286,7 @@ def _parsed(layers: Mapping[str, Mapping[str, Any]], version: int) -> Profile:
     for name, of_layer in steps.items():
         if not of_layer or list(of_layer) != sorted(set(of_layer)) or len(of_layer) != len(points[name]):
             raise ValueError(f"the steps of {name} are none, not rising, or not as many as its values")
-        if not all(math.isfinite(getattr(point, key)) for point in points[name] for key in KEYS):
+        if not all(math.isfinite(value) for point in points[name] for value in point):
             raise ValueError(f"values of {name} are not finite")
     if not steps:
         raise ValueError("it has no layers")

@@ -1,4 +1,4 @@
-"""Networks wider than the profile, at a learning rate that was tuned for narrow layers, and the divisor it needs.
+"""Networks wider than the profile at a learning rate tuned for narrow layers, and the divisor that it needs.
 
 Theory predicts by which factor ``update_natural`` grows when inputs grow by a factor g and the learning rate by r (A
 Spectral Condition for Feature Learning, sections 3 and 4; PyTorch's initialization):
@@ -181,13 +181,13 @@ def find_width(comparisons: Sequence[WidthComparison]) -> WidthFinding | None:
 
 
 def _common_rate(rates: Sequence[float]) -> float:
-    same = all(map(math.isfinite, rates)) and max(rates) <= SAME * min(rates)
-    return geometric_median(rates) if same else math.nan
+    are_equal = all(map(math.isfinite, rates)) and max(rates) <= SAME * min(rates)
+    return geometric_median(rates) if are_equal else math.nan
 
 
 def _common_name(names: Iterable[str]) -> str:
-    different = set(names)
-    return different.pop() if len(different) == 1 else ""
+    distinct = set(names)
+    return distinct.pop() if len(distinct) == 1 else ""
 
 
 def _digits(value: float, digits: int = 3) -> str:

@@ -51,15 +51,15 @@ class DecayTrend(Memory):
         decaying = [row for row in rows if not taken[row.name] > TAKEN]
         for row in decaying:
             self._remember(row, network.step)
-        left = {row.name: self._left(row) for row in decaying}
-        fast = {name for name in self.fast if left.get(name, math.nan) < LEFT}
+        remaining = {row.name: self._remaining(row) for row in decaying}
+        fast = {name for name in self.fast if remaining.get(name, math.nan) < LEFT}
         # If decay is part of a normalized gradient, a weight that the loss hardly depends on shrinks by itself.
         coupled = {row.name for row in decaying if math.isnan(taken[row.name])}
         if 2 * len(fast & coupled) < len(coupled):
             fast -= coupled
         for row in decaying:
             name = row.name
-            if left[name] >= 0 and name not in network.from_zero:
+            if remaining[name] >= 0 and name not in network.from_zero:
                 value, band = row.get("weight_fro"), (LEFT if name in fast else 0.0, math.inf)
                 yield Finding("decay", name, "weight_fro", value, self.first[name], band, 1.5, "it began with")
 
@@ -73,20 +73,20 @@ class DecayTrend(Memory):
         if step < start + SPAN:
             return
         self.before[name] = [step, size]
-        lost = math.log(max(before, TINY) / max(size, TINY)) / (step - start)
-        if lost > FAST and _explains(row, lost) and name not in self.fast:
+        shrinkage = math.log(max(before, TINY) / max(size, TINY)) / (step - start)
+        if shrinkage > FAST and _explains(row, shrinkage) and name not in self.fast:
             self.fast.append(name)
 
-    def _left(self, row: Row) -> float:
+    def _remaining(self, row: Row) -> float:
         """Return the remaining part of a weight's initial size; NaN if that is 0 or unknown."""
         first = self.first.get(row.name, 0.0)
         return row.get("weight_fro") / first if first > 0 else math.nan
 
 
-def _explains(row: Row, lost: float) -> bool:
+def _explains(row: Row, shrinkage: float) -> bool:
     """Return whether decay may explain the part of its size that a weight loses in a step; true if that is unknown."""
     if not math.isnan(taken := _decay_of_step(row)):
-        return taken >= EXPLAINED * lost
+        return taken >= EXPLAINED * shrinkage
     # The optimizer normalizes decay with the gradient, so decay must be about as large as the gradient.
     entry = row.get("weight_fro") / math.sqrt(math.prod(row.info.shape))
     return not row.settings.weight_decay * entry < EXPLAINED * row.gradient_entry

@@ -71,8 +71,8 @@ class LossTrend(Memory):
             return
         first, lowest = self.losses
         edges = [edge for edge, _ in self.edges]
-        calm = len(edges) >= FEW_EDGES and statistics.median(edges) < 1
-        if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING and not calm:
+        short_steps = len(edges) >= FEW_EDGES and statistics.median(edges) < 1
+        if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING and not short_steps:
             factor = RETURN if len(network.parts) > 1 else PROGRESS
             limits = [(factor * first, f"it began with {first:.2g} and should have fallen")]
             if loss >= SMALL_PART * first:
