@@ -318,20 +318,15 @@ class Network:
         return [(row.info, row.lr) for row in self.peers]
 
     @cached_property
-    def rule(self) -> str:
-        """The rule that learning rates follow across layers; empty if none fits."""
-        return rule_of(self._rated)
-
-    @cached_property
     def sgd_rule_under_adam(self) -> bool:
         """True if learning rates follow the rule for SGD under an optimizer like Adam."""
-        return self.family == "adam" and self.rule == "fan_out/fan_in" and not self.corrected
+        return self.family == "adam" and not self.corrected and rule_of(self._rated) == "fan_out/fan_in"
 
     @cached_property
     def ntk_rates(self) -> bool:
         """True if learning rates are those of the neural tangent parametrization."""
-        ambiguous = follows("fan_out/fan_in", self._rated)
-        return self.family == "sgd" and self.rule == "1/fan_in" and not ambiguous and not self.corrected
+        is_ntk = rule_of(self._rated) == "1/fan_in" and not follows("fan_out/fan_in", self._rated)
+        return self.family == "sgd" and not self.corrected and is_ntk
 
     @cached_property
     def ntk_weights(self) -> bool:

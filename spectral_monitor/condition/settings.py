@@ -19,32 +19,10 @@ _BAND: Band = (1 / 16, 8.0)
 _THEORY_BAND: Band = (1 / 16, 16.0)
 _PROFILE_BAND: Band = (1 / 3, 3.0)
 CHECKS = (
-    "rates",
-    "updates",
-    "weights",
-    "embeddings",
-    "exploding",
-    "dead",
-    "left_out",
-    "rounding",
-    "diverged",
-    "nothing_trains",
-    "stale_gradients",
-    "rates_too_large",
-    "global_lr_too_large",
-    "rates_too_small",
-    "features",
-    "targets",
-    "eps",
-    "momentum",
-    "width",
-    "logits_exploding",
-    "attention_collapsed",
-    "readout_takes_all",
-    "decay",
-    "schedule",
-    "modes",
-    "loss",
+    *("rates", "updates", "weights", "embeddings", "exploding", "dead", "left_out", "rounding"),
+    *("diverged", "nothing_trains", "stale_gradients", "rates_too_large", "global_lr_too_large", "rates_too_small"),
+    *("features", "targets", "eps", "momentum", "width", "logits_exploding"),
+    *("attention_collapsed", "readout_takes_all", "decay", "schedule", "modes", "loss"),
 )
 """Names of all checks; ``SpectralCondition(ignore=[...])`` turns some off."""
 NAMED_BY = {

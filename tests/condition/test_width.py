@@ -124,8 +124,8 @@ def test_numbers_below_a_million_have_no_exponent(value, digits, text):
 
 
 def test_layers_of_no_optimizer_have_no_name_in_common():
-    assert width_transfer._common([]) == width_transfer._common(["SGD", "Adam"]) == ""
-    assert width_transfer._common(["SGD", "SGD"]) == "SGD"
+    assert width_transfer._common_name([]) == width_transfer._common_name(["SGD", "Adam"]) == ""
+    assert width_transfer._common_name(["SGD", "SGD"]) == "SGD"
 
 
 def test_a_single_spike_is_no_finding():
