@@ -81,10 +81,10 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     followers: list[Case] = []
     for case in best.values():
         code = case.explanation.code
-        if first == 1 and code == "diverged":  # a cause of the beginning must be corrected first
+        after_cause = first == 1 and code == "diverged"  # the cause must be corrected first
+        if after_cause:
             case = replace(case, explanation=_after_the_cause(case.explanation))
-            groups[_group(case, network, shared)].append(case)
-        elif rank(code) == first or (first == 0 and code in BEGINNING - {"rounding"}):
+        if after_cause or rank(code) == first or (first == 0 and code in BEGINNING - {"rounding"}):
             groups[_group(case, network, shared)].append(case)
         else:
             followers.append(case)

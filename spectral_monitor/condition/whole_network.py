@@ -264,13 +264,13 @@ def _movement(measurement: Measurement, network: Network) -> Finding | None:
     if reasons <= {COMPILED_STEP, DIVIDED}:
         return None
     no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
-    certain = why_still(network)
-    if certain == FROZEN and any(row.settings.elsewhere for row in network.rows):
+    cannot_move = why_still(network)
+    if cannot_move == FROZEN and any(row.settings.elsewhere for row in network.rows):
         return None
-    reason = certain or no_step or "every update is 0, NaN or skipped"
+    reason = cannot_move or no_step or "every update is 0, NaN or skipped"
     moved = no_step and any(row.get("drift_ratio") > 0 for row in network.rows)
     largest, observation = max(matrices, vectors), "no update is seen" if moved else "no parameter moves"
-    if largest > matrices == 0 and certain and (certain != FROZEN or network.fresh):
+    if largest > matrices == 0 and cannot_move and (cannot_move != FROZEN or network.fresh):
         largest, observation = 0.0, "no matrix moves, only biases and gains do"
     against = f"{observation}: {reason}"
     return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, NOT_ZERO, against=against)
@@ -295,14 +295,12 @@ def _not_finite(measurement: Measurement) -> bool:
 
 def _is_bad_batch(measurement: Measurement, network: Network) -> bool:
     """Return whether no layer's outputs are finite although all weights had a healthy size before the step."""
-    return (
-        len(network.rows) > 0
-        and all(row.weight < SIZE for row in network.peers)
-        and all(
-            row.get("feature_rms") == math.inf or measurement.why("feature_rms", row.name) == NOT_FINITE
-            for row in network.rows
-        )
-    )
+    not_finite = [
+        row
+        for row in network.rows
+        if row.get("feature_rms") == math.inf or measurement.why("feature_rms", row.name) == NOT_FINITE
+    ]
+    return 0 < len(not_finite) == len(network.rows) and all(row.weight < SIZE for row in network.peers)
 
 
 def _share_of_rate(network: Network) -> float:

@@ -152,9 +152,8 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     normalized = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in rows)
     most = MOST if normalized else MOST_UNEVEN
     factor = min(most, float(f"{max(min(SLOWEST / finding.value, limit), 2.0):.1g}"))
-    advice = (
-        f"multiply {_rates(finding, network)} by {f'{factor:.0f} or more' if factor == most else f'about {factor:.0f}'}"
-    )
+    times = f"{factor:.0f} or more" if factor == most else f"about {factor:.0f}"
+    advice = f"multiply {_rates(finding, network)} by {times}"
     # Only steps of SGD depend on the size of gradients.
     if any(row.settings.family == "sgd" for row in rows) and network.clip_factor < MOSTLY_CLIPPED:
         advice += f", or clip gradients less: they are {short(1 / network.clip_factor)} times smaller for it"

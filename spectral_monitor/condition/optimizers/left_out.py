@@ -80,12 +80,10 @@ def is_detached(row: Row) -> bool:
 def never_trained(rows: Sequence[Row], fresh: bool) -> dict[str, str]:
     """Return the layers, frozen ones too, that no optimizer trains although most in equal places are trained.
 
-    The rows are in the order of the model; the layers are returned as in :func:`left_out`.
-
-    In a network that was trained before, the first or the last ones may be left out on purpose. Layers whose gradients
-    no optimizer takes count too. If these are many, another network may serve as a loss, so only those count that were
-    drawn at random or begin at zero. In a network that was trained before only those count, such as a new head, and
-    only if most layers move.
+    They are returned as in :func:`left_out`. In a network that was trained before, the first or the last ones may be
+    left out on purpose. Layers whose gradients no optimizer takes count too. If these are many, another network may
+    serve as a loss, so only those count that were drawn at random or begin at zero. In a network that was trained
+    before only those count, such as a new head, and only if most layers move.
     """
     moving = sum(row.get("update_ratio") > 0 for row in rows)
     forgotten = [row for row in rows if row.settings.forgotten and never_moved(row)]

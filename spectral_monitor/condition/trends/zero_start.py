@@ -95,9 +95,9 @@ def _gates(network: Network) -> list[Row]:
 
     SkipInit, ReZero and residual branches that end with a norm have such gains.
     """
-    held_back = any(row.get("contribution") == 0 and row.lr > 0 for row in network.peers)
-    gains = [row for name, row in network.vectors.items() if not name.endswith("bias")]
-    return gains if held_back else []
+    if not any(row.get("contribution") == 0 and row.lr > 0 for row in network.peers):
+        return []
+    return [row for name, row in network.vectors.items() if not name.endswith("bias")]
 
 
 def _began_at_zero(measurement: Measurement, layer: str) -> bool:
