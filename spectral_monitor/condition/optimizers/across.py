@@ -55,7 +55,7 @@ def _rates_by_rule_of(reference: Sequence[Row], outlier: Sequence[Row], network:
 def _outliers(
     groups: Iterable[Sequence[Row]], largest_steps: Mapping[str, float]
 ) -> Iterator[tuple[Sequence[Row], Sequence[Row]]]:
-    """Yield the rows of an optimizer whose rates and steps are far from those of another one of its kind, and those.
+    """Yield the rows of an outlying optimizer with those of the one of its kind from which it differs most.
 
     Networks that are trained against each other, or side by side, have rates of one order. If two differ by more, the
     one whose steps are further from a healthy size is the outlier.
