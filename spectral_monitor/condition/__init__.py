@@ -1,7 +1,7 @@
 """Verdicts: which layer violates the spectral condition, how far, and why.
 
-A :class:`SpectralCondition` says what layers are held against; a :class:`Judge` is shown one measurement after the
-other and returns :class:`Verdict` objects.
+A :class:`SpectralCondition` sets the limits of layers; a :class:`Judge` reads one measurement after the other and
+returns :class:`Verdict` objects.
 """
 
 from __future__ import annotations

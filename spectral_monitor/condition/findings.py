@@ -15,9 +15,9 @@ from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.settings import Band, SpectralCondition
 
 UPDATE_LIMIT = 1.0
-"""Steps as large as the matrix itself overwrite what earlier steps learned."""
+"""Largest update-to-weight ratio: steps as large as the matrix itself overwrite what earlier steps learned."""
 WEIGHT_BAND: Band = (1 / 30, 10.0)
-"""Gain of the weights over the median; recipes begin residual branches up to 14 times smaller."""
+"""Gain of the initial weights over the median gain; recipes initialize residual branches up to 14 times smaller."""
 SIZE_LIMIT, DRIFT_LIMIT = 100.0, 10.0
 """Largest natural norm of weights that have moved by more than ``DRIFT_LIMIT`` times their initial norm."""
 EMBEDDING_BAND: Band = (1 / 300, 30.0)
@@ -25,13 +25,13 @@ EMBEDDING_BAND: Band = (1 / 300, 30.0)
 RATE_LIMIT = 7.0
 """A learning rate that differs from the others' by this factor is a finding, unless the difference is on purpose."""
 VECTOR_LIMIT, VECTOR_STEP = 30.0, 1.0
-"""The same for biases, gains and temperatures over matrices, if a step changes their entries by more than 1 and by
-more than their initial size.
+"""The rate of a bias, gain or temperature is a finding if it is above ``VECTOR_LIMIT`` times that of matrices, and a
+step changes the entries by more than ``VECTOR_STEP`` and by more than their initial size.
 """
 SUSPECT = 2.5
 """A learning rate that differs by this factor narrows the band of the update."""
-READOUT_ROOM = 4.0
-"""Factor by which a readout's update may be larger than a hidden layer's, except under optimizers like Adam."""
+READOUT_FACTOR = 4.0
+"""A readout's update may be larger than a hidden layer's by this factor, except under optimizers like Adam."""
 ROUNDING = 0.25
 """Updates below this many times the spacing of floating-point numbers near the weights are lost to rounding."""
 NO_STEP = "no optimizer made a step"
@@ -39,7 +39,7 @@ COMPILED_STEP = "the optimizer's step is compiled, where updates cannot be seen"
 DIVIDED = "several optimizers step the parameters it is computed from"
 """Reasons why no update was measured."""
 AT_ONCE = 1.0 + 1e-9
-"""The scale of a finding that is evidence enough wherever it is outside its band."""
+"""Scale of a finding that is evidence enough as soon as it is outside its band."""
 SMALLEST = 5e-324
 """The smallest positive float."""
 NOT_ZERO: Band = (SMALLEST, math.inf)
@@ -58,10 +58,9 @@ class Finding:
     band: Band  # healthy range of value over reference
     scale: float = 2.0  # factor beyond the band that is evidence enough by itself; :data:`AT_ONCE` if any is
     against: str = "typical"  # the reference in words
-    lr: float = math.nan  # learning rate of the reference; NaN if it has none
-    # the layers it is about, if that is neither one layer nor the whole network; else empty
-    layers: tuple[str, ...] = ()
-    measured: bool = True  # False if the value stands for yes or no, and is not to be shown
+    lr: float = math.nan  # learning rate of the profile; NaN for other references
+    layers: tuple[str, ...] = ()  # layers that a finding on a part of the network is about; else empty
+    measured: bool = True  # False if the value only stands for yes or no and is not shown
 
     @property
     def ratio(self) -> float:
@@ -76,7 +75,7 @@ class Finding:
 
     @property
     def excess(self) -> float:
-        """Distance from the band, as a factor: above 1 outside, below 1 inside."""
+        """Distance from the band as a factor: above 1 outside, below 1 inside."""
         low, high = self.band
         if self.ratio == 0:
             return math.inf if low else 0.0
@@ -84,11 +83,11 @@ class Finding:
 
     @property
     def evidence(self) -> float:
-        """Evidence of this measurement: 1 is enough for a verdict, below 0 is evidence against it."""
+        """Evidence of this measurement: 1 is enough for a verdict; below 0 it is evidence against one."""
         if self.excess == math.inf:
             return math.inf if self.scale <= 1 else 0.5  # a single update of exactly 0 may be chance
         if self.excess == 0:
-            return -math.inf  # nothing could be further inside
+            return -math.inf
         return math.log(self.excess) / math.log(self.scale)
 
     def inside(self, hysteresis: float = 1.0) -> bool:
@@ -104,12 +103,12 @@ def findings(network: Network, condition: SpectralCondition) -> Iterator[Finding
             _dead(network, row),
             _cut_off(network, row),
             _left_out(network, row),
-            _rate(network, row) if condition.profile is None else None,  # a profile has learning rates
+            _rate(network, row) if condition.profile is None else None,  # a profile has its own learning rates
             _exploding(network, row),
             _grown(row),
             _rounding(row),
             _reference(network, row, condition),
-            _weights(network, row) if condition.reference != "theory" else None,  # the theory is stricter
+            _weights(network, row) if condition.reference != "theory" else None,  # which is stricter
             _embedding(network, row),
         ):
             if finding is not None and math.isfinite(finding.value) and finding.reference > 0:
@@ -125,26 +124,26 @@ def _dead(network: Network, row: Row) -> Finding | None:
     lost_to_schedule = row.get("lost") > 0 and row.to_peak >= 1 / FADED
     if network.top_lr == 0 or row.settings.frozen or network.finished or lost_to_schedule:
         return None
-    known = [key for key in _MOVES if not math.isnan(row.get(key))]
-    if not known:
+    measured = [key for key in _MOVES if not math.isnan(row.get(key))]
+    if not measured:
         return None
-    quantity = next((key for key in known if row.get(key) == 0), known[-1])
+    quantity = next((key for key in measured if row.get(key) == 0), measured[-1])
     if math.isnan(network.top_lr) and not any(abs(other.get(quantity)) > 0 for other in network.rows):
-        return None  # perhaps all learning rates are 0
+        return None  # all learning rates may be 0
     return Finding("dead", row.name, quantity, abs(row.get(quantity)), 1.0, NOT_ZERO)
 
 
 def _cut_off(network: Network, row: Row) -> Finding | None:
     """Check that gradients reach a layer whose outputs are known."""
-    cut_off = row.name in network.cut_off
-    if math.isnan(row.get("unused")) and not cut_off:
+    is_cut_off = row.name in network.cut_off
+    if math.isnan(row.get("unused")) and not is_cut_off:
         return None
-    value = 0.0 if cut_off else 1.0
+    value = 0.0 if is_cut_off else 1.0
     return Finding("cut_off", row.name, "update_natural", value, 1.0, NOT_ZERO, against="a gradient")
 
 
 def _left_out(network: Network, row: Row) -> Finding | None:
-    """Check that a layer is trained where most layers in equal places are."""
+    """Check that a layer is trained if most layers in equal places are."""
     pattern = network.left_out.get(row.name, "")
     if not pattern and math.isnan(row.get("drift_ratio")):
         return None
@@ -158,31 +157,32 @@ def _rate(network: Network, row: Row) -> Finding | None:
     rate = network.rates.get(row.name)
     if rate is None or row.multiplier != 1.0:  # already corrected
         return None
-    band, against = (1 / RATE_LIMIT, RATE_LIMIT), "the other layers'"
-    return Finding("rate", row.name, "lr", rate.usual * rate.factor, rate.usual, band, against=against, lr=rate.usual)
+    value, band = rate.usual_lr * rate.factor, (1 / RATE_LIMIT, RATE_LIMIT)
+    return Finding("rate", row.name, "lr", value, rate.usual_lr, band, against="the other layers'")
 
 
 def _vector_rate(network: Network, row: Row) -> Finding | None:
     """Compare the learning rate of a bias, gain or temperature with that of matrices, if its steps are large."""
     if row.settings.frozen or row.multiplier != 1.0:  # already corrected
         return None
-    began = row.get("weight_natural") / (1 + row.get("drift_ratio"))  # at least; NaN where it was 0
-    if not row.lr > 0 or not row.vector_step > VECTOR_STEP * max(1.0, began):
+    # A lower bound of the initial size; NaN if that was 0.
+    initial_size = row.get("weight_natural") / (1 + row.get("drift_ratio"))
+    if not row.lr > 0 or not row.vector_step > VECTOR_STEP * max(1.0, initial_size):
         return None
-    usual = network.matrix_rate * network.expected.get(row.name, 1.0)
+    matrix_lr = network.matrix_rate * network.expected.get(row.name, 1.0)
     band, against = (0.0, VECTOR_LIMIT), "that of matrices"
-    return Finding("vector_rate", row.name, "lr", row.lr, usual, band, against=against) if usual > 0 else None
+    return Finding("vector_rate", row.name, "lr", row.lr, matrix_lr, band, against=against) if matrix_lr > 0 else None
 
 
 def _exploding(network: Network, row: Row) -> Finding | None:
     """Compare a step with the size of the weights."""
     if row.name in network.from_zero or row.gain < GAINS[0] or row.settings.sizes_own_steps:
-        return None  # the first steps of a matrix that began next to zero are as large as itself
+        return None  # a matrix that began next to zero takes first steps as large as itself
     is_adagrad = "adagrad" in row.settings.optimizer.lower()
     if is_adagrad and network.is_early and not row.get("update_natural") > UPDATE_LIMIT:
-        return None  # its first step moves every entry by the whole rate, the next ones by less and less
-    limits = (0.0, UPDATE_LIMIT)
-    return Finding("exploding", row.name, "update_ratio", row.get("update_ratio"), 1.0, limits, 4.0, "its size")
+        return None  # the first step of Adagrad moves every entry by the whole rate, the next ones by less and less
+    band = (0.0, UPDATE_LIMIT)
+    return Finding("exploding", row.name, "update_ratio", row.get("update_ratio"), 1.0, band, 4.0, "its size")
 
 
 def _grown(row: Row) -> Finding | None:
@@ -196,17 +196,17 @@ def _grown(row: Row) -> Finding | None:
 def _rounding(row: Row) -> Finding | None:
     """Compare an update with the smallest one that the dtype of the weights can hold.
 
-    An update of exactly 0 is left to :func:`_dead`, as perhaps no gradient arrived.
+    :func:`_dead` checks updates of exactly 0, because no gradient may have arrived.
     """
-    weight, update = row.get("weight_fro"), row.get("update_fro")
-    smallest = ROUNDING * row.settings.resolution * weight
-    if row.settings.resolution < 1e-4 or not row.lr > 0 or not update > 0:  # float32 holds any update
+    update, resolution = row.get("update_fro"), row.settings.resolution
+    if resolution < 1e-4 or not row.lr > 0 or not update > 0:  # float32 holds any update
         return None
+    smallest = ROUNDING * resolution * row.get("weight_fro")
     return Finding("rounding", row.name, "update_fro", update, smallest, (1.0, math.inf), 4.0, "what it can hold")
 
 
 def _reference(network: Network, row: Row, condition: SpectralCondition) -> Finding | None:
-    """Compare a layer with the reference that the user chose; by default, with the other layers."""
+    """Compare a layer with the reference that the user chose; by default with the other layers."""
     value = row.get(condition.quantity)
     if not value > 0:
         return None
@@ -221,13 +221,13 @@ def _reference(network: Network, row: Row, condition: SpectralCondition) -> Find
         reference, against = 1.0, "the theory's"
     else:
         ratio = network.comparison.relative_size(row)
-        if math.isnan(ratio) or (row.settings.family == "adam" and network.below_eps):  # then no update has its size
+        if math.isnan(ratio) or (row.settings.family == "adam" and network.below_eps):  # eps then shrinks updates
             return None
         reference = value / ratio
         if row.info.role == "readout" and row.settings.family != "adam":
-            high *= READOUT_ROOM
+            high *= READOUT_FACTOR
         rate = network.rates.get(row.name)
-        if rate is not None and max(rate.factor, 1 / rate.factor) > SUSPECT:  # then less of a deviation is proof
+        if rate is not None and max(rate.factor, 1 / rate.factor) > SUSPECT:  # a smaller deviation is then proof
             low, high = math.sqrt(low), math.sqrt(high)
     scale = high if high < math.inf else 1 / low  # as far beyond the band as the band is wide
     return Finding("reference", row.name, condition.quantity, value, reference, (low, high), scale, against, lr)
@@ -237,14 +237,14 @@ def _weights(network: Network, row: Row) -> Finding | None:
     """Compare the initial size of weights with that of the other layers."""
     if not row.dense or not network.as_drawn(row) or row.name in network.from_zero or row.scaled:
         return None
-    if network.ntk_weights:  # one finding on the network covers all layers
+    if network.ntk_weights:  # a single finding on the network covers all layers
         return None
     value, ratio = row.get("weight_natural"), network.initial_gain(row)
     low, high = WEIGHT_BAND
     if not ratio > 0 or (ratio < low and network.is_read(row)):
         return None
-    # Many recipes begin readouts, and layers added to a trained network, next to zero.
-    low = 0.0 if row.info.role == "readout" or not network.fresh else low
+    if row.info.role == "readout" or not network.fresh:  # many recipes begin readouts and added layers next to zero
+        low = 0.0
     return Finding("weights", row.name, "weight_natural", value, value / ratio, (low, high))
 
 

@@ -17,20 +17,20 @@ from spectral_monitor.condition.references.width_transfer import WidthComparison
 from spectral_monitor.condition.root_causes import Case, verdicts
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.settings import NAMED_BY, SpectralCondition
-from spectral_monitor.condition.states import Seen, layer_states
+from spectral_monitor.condition.states import JudgedMeasurement, layer_states
 from spectral_monitor.condition.trends.attention import AttentionTrend
 from spectral_monitor.condition.trends.decay import DecayTrend
 from spectral_monitor.condition.trends.readout import ReadoutTrend
 from spectral_monitor.condition.trends.schedule import ScheduleTrend
 from spectral_monitor.condition.trends.zero_start import ZeroStartGate
 from spectral_monitor.condition.verdict import NETWORK, Remedy, Verdict
-from spectral_monitor.condition.whole_network import Whole
+from spectral_monitor.condition.whole_network import WholeNetwork
 from spectral_monitor.measurement import NOT_FINITE, NOT_STEPPED, LayerState, Measurement
 
 VERSION = 5
 """Version of the saved state."""
-AGAIN = 2
-"""A root that has ended and comes back is told again at this many times the step when it last began."""
+REPEAT_FACTOR = 2
+"""A root that has ended and comes back is announced again at this many times the step at which it last began."""
 OF_NO_SIZE = frozenset({"rate", "vector_rate", "dead", "left_out", "logits_exploding", "attention_collapsed"})
 """Checks that do not look at the size of an update."""
 
@@ -51,7 +51,7 @@ class Judge:
     """Judges one measurement after the other.
 
     Measurements may have different quantities: a verdict stands until its quantity is measured again, and causes are
-    told apart by the latest value of each quantity.
+    chosen by the latest value of each quantity.
 
     Args:
         condition: the limits of layers and of the network.
@@ -59,7 +59,7 @@ class Judge:
 
     Attributes:
         began: roots that are new at the latest measurement.
-        ended: names of layers that are healthy again.
+        ended: layers that are healthy again.
         findings: findings of the latest measurement.
         states: state of each matrix at the latest measurement.
 
@@ -70,8 +70,8 @@ class Judge:
         >>> judge = Judge(SpectralCondition())
         >>> for step in (1, 2, 4):
         ...     values = {"update_natural": torch.tensor([0.1, 0.1, 10.0, 0.1]), "lr": torch.tensor([1.0, 1, 100, 1])}
-        ...     found = judge.judge(Measurement(step, layers, values, {}))
-        >>> [(verdict.layer, verdict.cause) for verdict in found]
+        ...     verdicts = judge.judge(Measurement(step, layers, values, {}))
+        >>> [(verdict.layer, verdict.cause) for verdict in verdicts]
         [('2', 'lr_too_large')]
     """
 
@@ -83,31 +83,32 @@ class Judge:
         self.states: dict[str, LayerState] = {}
         self._tied = dict(tied or {})
         self._zero_start = ZeroStartGate()
-        self._whole = Whole()
+        self._whole_network = WholeNetwork()
         self._trends: dict[str, AttentionTrend | ReadoutTrend | DecayTrend | ScheduleTrend] = {
             "attention": AttentionTrend(),
             "readout": ReadoutTrend(),
             "decay": DecayTrend(),
             "schedule": ScheduleTrend(),
         }
-        self._records: dict[tuple[str, str], _Record] = {}
-        self._known: dict[str, dict[str, float]] = {}
-        self._told: dict[tuple[str, str], int] = {}  # layer and cause of roots -> step when one began last
+        self._records: dict[tuple[str, str], _Record] = {}  # of a layer and a check
+        self._columns: dict[str, dict[str, float]] = {}  # quantity -> layer -> latest value
         self._announced: set[tuple[str, str]] = set()  # layer and cause of roots that have begun and not ended
+        self._last_began: dict[tuple[str, str], int] = {}  # layer and cause of a root -> step at which it last began
+        self._unexplained: set[str] = set()  # layers that stand out at the latest measurement for no known cause
+        self._frozen: set[str] = set()  # layers that were frozen at some measurement
+        self._waited: dict[str, int] = {}  # layer -> measurements since its optimizer stepped
+        self._comparisons: list[WidthComparison] = []  # with a profile of a narrower network
+        # As in Network; None before the first measurement.
         self._expected: dict[str, float] | None = None
         self._fresh: bool | None = None
         self._new: frozenset[str] = frozenset()
-        self._unexplained: set[str] = set()  # layers that stand out at the latest measurement
-        self._frozen: set[str] = set()  # layers that were frozen at some measurement
-        self._waited: dict[str, int] = {}  # layer -> measurements since its optimizer stepped
-        self._largest_steps: dict[str, float] = {}  # as in Network
-        self._initial_sizes: dict[str, float] = {}  # as in Network
-        self._comparisons: list[WidthComparison] = []  # with a profile of a narrower network
+        self._largest_steps: dict[str, float] = {}
+        self._initial_sizes: dict[str, float] = {}
 
     @property
     def waits(self) -> str:
         """The reason why layers were not compared at the latest measurement; empty if they were."""
-        return self._zero_start.why
+        return self._zero_start.reason
 
     def judge(
         self,
@@ -115,7 +116,7 @@ class Judge:
         settings: Mapping[str, Hyperparameters] | None = None,
         forgotten: tuple[str, ...] = (),
     ) -> tuple[Verdict, ...]:
-        """Return the present verdicts, roots first, the worst first.
+        """Return the verdicts at the next measurement, roots first, the worst first.
 
         Args:
             measurement: the next measurement.
@@ -129,34 +130,36 @@ class Judge:
             self.condition.check(measurement.layers, settings)
             self._expected = self.condition.factors(measurement.layers)
         network = replace(self._read(measurement, settings), forgotten=forgotten)
-        everything = tuple(self._all(measurement, network))
+        all_findings = tuple(self._all_findings(measurement, network))
         measured = _measured(measurement)
-        self.findings = tuple(f for f in everything if f.quantity in measured)
-        found = {(f.layer, f.check): f for f in everything if not self._zero_start.waits(f)}
-        self._forget(found, measurement, measured)
-        for key, finding in found.items():
+        self.findings = tuple(finding for finding in all_findings if finding.quantity in measured)
+        counted = {(f.layer, f.check): f for f in all_findings if not self._zero_start.waits(f)}
+        self._drop_records(counted, measurement, measured)
+        for key, finding in counted.items():
             if finding.quantity in measured:
                 self._count(key, finding, measurement.step)
-        self._compare_widths(measurement, settings)
-        result = self._verdicts(found, network)
-        self._announce(result, measurement.step)
-        ended = network.top_lr == 0 and network.drift > 0  # then layers keep their last state
+        width_cases = self._too_wide(measurement, settings)
+        present = verdicts([*width_cases, *self._cases(counted, network)], network)
+        self._announce(present, measurement.step)
+        ended = network.top_lr == 0 and network.drift > 0  # layers then keep their last state
         if not (ended and self.states):
-            compared = {layer for layer, check in found if check not in OF_NO_SIZE}
-            seen = Seen(measurement, network, self.condition, self._zero_start, compared, self._unexplained, self._tied)
-            self.states = self._kept(layer_states(seen, result), network)
-        return result
+            compared = {layer for layer, check in counted if check not in OF_NO_SIZE}
+            judged = JudgedMeasurement(
+                measurement, network, self.condition, self._zero_start, compared, self._unexplained, self._tied
+            )
+            self.states = self._keep_states(layer_states(judged, present), network)
+        return present
 
     def _read(self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None) -> Network:
-        """Return the network at a measurement, and remember what later measurements need to know of it."""
-        self._known |= columns(measurement)
-        network = Network.read(measurement, self._known, settings, self._tied, self._expected)
+        """Return the network at a measurement, and remember what later measurements need."""
+        self._columns |= columns(measurement)
+        network = Network.read(measurement, self._columns, settings, self._tied, self._expected)
         self._zero_start.look(measurement, network)
         if self._fresh is None:
             self._fresh, self._new = network.looks_fresh, network.just_drawn
         for row in network.rows:
-            step, before = row.get("update_ratio") * row.to_peak, self._largest_steps.get(row.name, 0.0)
-            self._largest_steps[row.name] = step if step > before and row.has_gradient else before
+            step, largest = row.get("update_ratio") * row.to_peak, self._largest_steps.get(row.name, 0.0)
+            self._largest_steps[row.name] = step if step > largest and row.has_gradient else largest
             size = network.initial_gain(row) if row.dense else network.initial_rows(row)
             if size > 0:
                 self._initial_sizes.setdefault(row.name, size)
@@ -172,9 +175,9 @@ class Judge:
             initial_sizes=self._initial_sizes,
         )
 
-    def _all(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
+    def _all_findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the findings of all checks that are not ignored."""
-        of_layers, of_network = findings(network, self.condition), self._whole.findings(measurement, network)
+        of_layers, of_network = findings(network, self.condition), self._whole_network.findings(measurement, network)
         of_trends = (trend.findings(measurement, network) for trend in self._trends.values())
         for finding in chain(of_layers, of_network, *of_trends):
             if NAMED_BY.get(finding.check, finding.check) not in self.condition.ignore:
@@ -198,8 +201,10 @@ class Judge:
             record.evidence += finding.evidence
         record.flagged |= record.evidence >= self.condition.evidence
 
-    def _forget(self, found: Mapping[tuple[str, str], Finding], measurement: Measurement, measured: Set[str]) -> None:
-        """Drop records that have had no value for long, as of a layer that was frozen on purpose.
+    def _drop_records(
+        self, counted: Mapping[tuple[str, str], Finding], measurement: Measurement, measured: Set[str]
+    ) -> None:
+        """Drop records that have had no value for long, such as those of a layer that was frozen on purpose.
 
         Measurements whose updates are NaN do not count.
         """
@@ -207,95 +212,89 @@ class Judge:
             return
         names = {NETWORK, *(info.name for info in measurement.layers)}
         self._records = {key: record for key, record in self._records.items() if key[0] in names}
-        for key in [key for key in self._records if key not in found]:
+        for key in self._records.keys() - counted.keys():
             record = self._records[key]
             if record.quantity in measured:
-                why = "" if key[0] == NETWORK else measurement.why("update_natural", key[0])
-                record.missing += why != NOT_FINITE
+                reason = "" if key[0] == NETWORK else measurement.why("update_natural", key[0])
+                record.missing += reason != NOT_FINITE
             if record.missing >= self.condition.persistence:
                 del self._records[key]
 
-    def _verdicts(self, found: Mapping[tuple[str, str], Finding], network: Network) -> tuple[Verdict, ...]:
-        cases = []
+    def _cases(self, counted: Mapping[tuple[str, str], Finding], network: Network) -> Iterator[Case]:
+        """Yield the explained cases of flagged checks, and remember the layers of the others."""
         self._unexplained.clear()
         for key, record in self._records.items():
-            if record.flagged and key in found:
-                told = cause(found[key], network, self._whole.history)
-                if told.code == NO_CAUSE and not self.condition.is_own:
+            if record.flagged and key in counted:
+                explanation = cause(counted[key], network, self._whole_network.history)
+                if explanation.code == NO_CAUSE and not self.condition.is_own:
                     self._unexplained.add(key[0])
                 else:
-                    cases.append(Case(found[key], told, record.since, record.outside))
-        return verdicts([*self._width(), *cases], network)
+                    yield Case(counted[key], explanation, record.since, record.outside)
 
-    def _compare_widths(self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None) -> None:
-        """Compare updates with those of a narrower network, if the profile is of one."""
-        profile = self.condition.profile
-        if profile is not None and "width" not in self.condition.ignore:
-            compared = width_transfer.compare_widths(profile, measurement, settings)
-            if compared is not None:
-                self._comparisons = [*self._comparisons, compared][-width_transfer.WINDOW :]
-
-    def _width(self) -> Iterator[Case]:
-        """Yield the case that the comparisons with a narrower network make together, if any.
+    def _too_wide(self, measurement: Measurement, settings: Mapping[str, Hyperparameters] | None) -> Iterator[Case]:
+        """Yield the case that comparisons with a narrower network make together, if the profile is of one.
 
         Under optimizers like Adam the theory's advice lowers the loss. Under SGD a wide network often trains well at
-        the same rate, so there is no remedy that a program could apply.
+        the same rate, so the case has no remedy.
         """
-        found = width_transfer.find_width(self._comparisons)
-        if found is not None:
-            seen = Finding("width", NETWORK, "update_natural", found.ratio, 1.0, (0.0, width_transfer.THRESHOLD))
-            remedy = Remedy("scale_lr", (), 1 / found.divisor) if found.family == "adam" else None
-            first = self._comparisons[-found.measurements].step
-            yield Case(seen, Explanation("width", found.sentence, remedy), first, found.measurements)
+        profile = self.condition.profile
+        if profile is not None and "width" not in self.condition.ignore:
+            comparison = width_transfer.compare_widths(profile, measurement, settings)
+            if comparison is not None:
+                self._comparisons = [*self._comparisons, comparison][-width_transfer.WINDOW :]
+        wide = width_transfer.find_width(self._comparisons)
+        if wide is not None:
+            finding = Finding("width", NETWORK, "update_natural", wide.ratio, 1.0, (0.0, width_transfer.THRESHOLD))
+            remedy = Remedy("scale_lr", (), 1 / wide.divisor) if wide.family == "adam" else None
+            since = self._comparisons[-wide.measurements].step
+            yield Case(finding, Explanation("width", wide.sentence, remedy), since, wide.measurements)
 
-    def _announce(self, result: tuple[Verdict, ...], step: int) -> None:
+    def _announce(self, present: tuple[Verdict, ...], step: int) -> None:
         """Find the roots that begin, and the layers that are healthy again.
 
-        A root is no news if one of its layers was told its cause, or if all of them were told one. One that comes and
-        goes is told again when training has become twice as long.
+        A root is no news if its cause was announced for one of its layers, or any cause for all of them. One that comes
+        and goes is announced again when training has become twice as long.
         A layer has not ended while it follows from another root or has no value. Nor has a cause of the network that
-        gives way to another one, as too large steps do to divergence and back.
+        gives way to another one, as steps that are too large do to divergence and back.
         """
-        off = {name for verdict in result for name in (verdict.layer, *verdict.layers)}
-        unseen = {layer for (layer, _), record in self._records.items() if record.flagged} - off
-        lasting = unseen | off - {NETWORK}
+        off = {name for verdict in present for name in (verdict.layer, *verdict.layers)}
+        without_value = {layer for (layer, _), record in self._records.items() if record.flagged} - off
+        lasting = without_value | off - {NETWORK}
         layers = {layer for layer, _ in self._announced if layer != NETWORK}
-        now: set[tuple[str, str]] = set()
+        roots: set[tuple[str, str]] = set()
         began = []
-        for verdict in (verdict for verdict in result if verdict.is_root):
+        for verdict in (verdict for verdict in present if verdict.is_root):
             keys = {(name, verdict.cause) for name in (verdict.layer, *verdict.layers)}
-            known = self._announced & keys or (verdict.layers and layers >= set(verdict.layers))
-            if not known:
-                if step < AGAIN * max(self._told.get(key, 0) for key in keys):
+            if not (self._announced & keys or (verdict.layers and layers >= set(verdict.layers))):
+                if step < REPEAT_FACTOR * max(self._last_began.get(key, 0) for key in keys):
                     continue
                 began.append(verdict)
-                self._told |= dict.fromkeys(keys, step)
-            now |= keys
+                self._last_began |= dict.fromkeys(keys, step)
+            roots |= keys
         self.began = tuple(began)
         self.ended = tuple(sorted(layers - lasting))
         lasting |= {NETWORK} & off
-        self._announced = now | {(layer, code) for layer, code in self._announced if layer in lasting}
+        self._announced = roots | {(layer, code) for layer, code in self._announced if layer in lasting}
 
-    def _kept(self, states: Mapping[str, LayerState], network: Network) -> dict[str, LayerState]:
+    def _keep_states(self, states: dict[str, LayerState], network: Network) -> dict[str, LayerState]:
         """Replace the state of layers whose optimizer did not step by their last one.
 
-        Optimizers that take turns step within as many measurements as there are optimizers; later states do not stand.
+        Optimizers that take turns step within as many measurements as there are optimizers; after that, states change.
         """
         turns = len({row.settings.owner for row in network.rows} - {-1})  # no optimizer
-        found = dict(states)
         for name, state in states.items():
             waits = state.reason == NOT_STEPPED and name in self.states and self._waited.get(name, 0) < turns
             self._waited[name] = self._waited.get(name, 0) + 1 if waits else 0
             if waits:
-                found[name] = self.states[name]
-        return found
+                states[name] = self.states[name]
+        return states
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain types, from which another judge can go on."""
         return {
             "version": VERSION,
             "records": [[layer, check, asdict(record)] for (layer, check), record in self._records.items()],
-            "known": {key: dict(column) for key, column in self._known.items()},
+            "known": {key: dict(column) for key, column in self._columns.items()},
             "fresh": self._fresh,
             "new": sorted(self._new),
             **({"frozen": sorted(self._frozen)} if self._frozen else {}),
@@ -303,9 +302,13 @@ class Judge:
             "began": dict(self._initial_sizes),
             "widths": [asdict(compared) for compared in self._comparisons],
             "told": sorted(map(list, self._announced)),
-            **({"last_told": sorted([*key, step] for key, step in self._told.items())} if self._told else {}),
+            **(
+                {"last_told": sorted([*key, step] for key, step in self._last_began.items())}
+                if self._last_began
+                else {}
+            ),
             "startup": self._zero_start.state_dict(),
-            "whole": self._whole.state_dict(),
+            "whole": self._whole_network.state_dict(),
             **{name: trend.state_dict() for name, trend in self._trends.items()},
         }
 
@@ -318,20 +321,20 @@ class Judge:
         if state.get("version") != VERSION:
             raise ValueError(f"the judge's state has version {state.get('version')!r}, this one reads {VERSION}")
         self._records = {(layer, check): _Record(**record) for layer, check, record in state["records"]}
-        self._known = {key: dict(column) for key, column in state["known"].items()}
+        self._columns = {key: dict(column) for key, column in state["known"].items()}
         self._fresh, self._new = state["fresh"], frozenset(state.get("new", ()))
         self._frozen = set(state.get("frozen", ()))
         self._largest_steps, self._initial_sizes = dict(state["steps"]), dict(state["began"])
-        kept = [field.name for field in fields(WidthComparison)]  # older states have more
-        self._comparisons = [WidthComparison(**{name: each[name] for name in kept}) for each in state["widths"]]
+        names = [field.name for field in fields(WidthComparison)]  # older states have more
+        self._comparisons = [WidthComparison(**{name: saved[name] for name in names}) for saved in state["widths"]]
         self._announced = {(layer, code) for layer, code in state["told"]}
-        self._told = {(layer, code): int(step) for layer, code, step in state.get("last_told", ())}
+        self._last_began = {(layer, code): int(step) for layer, code, step in state.get("last_told", ())}
         self._zero_start.load_state_dict(state["startup"])
-        self._whole.load_state_dict(state["whole"])
+        self._whole_network.load_state_dict(state["whole"])
         for name, trend in self._trends.items():
             trend.load_state_dict(state.get(name, {}))
 
 
 def _measured(measurement: Measurement) -> frozenset[str]:
-    """Return the keys of measured quantities, and of known values in the summary."""
+    """Return the keys of measured quantities, and of summary values that are not NaN."""
     return frozenset({*measurement.values, *(key for key, x in measurement.summary.items() if not math.isnan(x))})

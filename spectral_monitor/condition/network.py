@@ -17,32 +17,32 @@ from spectral_monitor.condition.row import Columns, Row
 from spectral_monitor.fitting.medians import geometric_median, nanmax
 from spectral_monitor.measurement import DENSE, Measurement
 
-SEVERAL = 8
-"""Inputs of a matrix that need not lie along one direction."""
-ALIKE = 0.0025
-"""Inputs are all alike if their stable rank is this close to 1; at least 0.03 above it in healthy networks."""
+SPREADING_INPUTS = 8
+"""From this fan_in on, the inputs of a matrix should not lie along one direction."""
+MIN_SPREAD = 0.0025
+"""Inputs do not differ if their stable rank is this close to 1; in healthy networks it is at least 1.03."""
 WIDE = 32
-"""With fewer inputs, entries of size 1 and of size 1/sqrt(fan_in) are hard to tell apart."""
+"""With fewer inputs, entries of size 1 and of size 1/sqrt(fan_in) are hard to distinguish."""
 GAINS = (0.1, 1.6)
 """Range of the median gain of healthy networks at the start."""
 MOVED = 1.0
-"""Weights that have moved by more than this many times their initial norm tell nothing of initialization."""
+"""Weights that have moved by more than this many times their initial norm tell nothing about initialization."""
 EXPLODED = 1.0
-"""A step larger than the weights replaces them; no healthy run comes near this (0.25)."""
+"""A step larger than the weights replaces them; healthy runs stay below 0.25."""
 EARLY = 8
 """Last step of the beginning of training."""
 NEXT_TO_ZERO = 0.1
-"""Weights below this part of the usual gain may take first steps that are larger than they are."""
+"""Weights below this part of the usual gain may take first steps larger than themselves."""
 SMALL_GAIN = 1e-3
 """Gains of residual branches begin at 1e-4 to 1e-6, if not at 1 or 0."""
 NOTHING_LEFT = 1e-3
-"""If no gradient arrives at a loss above this, the network is dead rather than finished."""
+"""If no gradient arrives although the loss is above this, the network is dead rather than finished."""
 PART = 3
-"""Operators and readouts of one optimizer from which on they are judged as a network of their own."""
+"""From this number of operators and readouts on, the layers of one optimizer are judged as a network of their own."""
 ALL = -1
-"""Key of all layers among the numbers of optimizers."""
+"""Stands for all layers where other keys are the numbers of optimizers."""
 READ_SIZE = 0.2
-"""RMS of a matrix's outputs over its gain, below which its inputs are unusually small."""
+"""If the RMS of a matrix's outputs over its gain is below this, its inputs are unusually small."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,27 @@ class Network:
     step: int
     rows: tuple[Row, ...]  # matrices that are judged
     vectors: Mapping[str, Row] = field(default_factory=dict)  # biases and gains by name
-    compared: frozenset[str] = frozenset()  # names of the layers that may be compared with others
-    from_zero: frozenset[str] = frozenset()  # names of the layers that began at zero
+    compared: frozenset[str] = frozenset()  # layers that may be compared with others
+    from_zero: frozenset[str] = frozenset()  # layers that began at zero
     # layer -> factor on its learning rate that the user has declared
     expected: Mapping[str, float] = field(default_factory=dict)
-    fresh: bool = True  # whether weights began as drawn at random, not as an earlier training left them
-    new: frozenset[str] = frozenset()  # layers that began as drawn at random although the network did not
+    fresh: bool = True  # whether weights were drawn at random, not left by an earlier training
+    new: frozenset[str] = frozenset()  # layers that were drawn at random although the network was not
     thawed: frozenset[str] = frozenset()  # layers that were frozen at an earlier measurement
-    # layer -> its largest relative update so far that a gradient caused, at the peak of its learning rate; 0 before
-    # there was one
+    # layer -> its largest update-to-weight ratio caused by a gradient so far, at the peak of its learning rate; 0
+    # before the first one
     largest_steps: Mapping[str, float] = field(default_factory=dict)
-    # layer -> gain of its weights over the usual one when it was first measured; for an embedding, the size of its
-    # largest row
+    # layer -> gain of its weights over the usual one when first measured; for an embedding, the size of its largest row
     initial_sizes: Mapping[str, float] = field(default_factory=dict)
-    loss: float = math.nan  # loss of the step; NaN if it is not known
-    clip_factor: float = 1.0  # size of gradients after clipping over that before; 1 if it is not known
+    loss: float = math.nan  # loss of the step; NaN if unknown
+    clip_factor: float = 1.0  # size of gradients after clipping over that before; 1 if unknown
     forgotten: tuple[str, ...] = ()  # parameters other than matrices that get gradients but that no optimizer holds
 
     @classmethod
     def read(
         cls,
         measurement: Measurement,
-        known: Columns,
+        columns: Columns,
         settings: Mapping[str, Hyperparameters] | None = None,
         tied: Mapping[str, str] | None = None,
         expected: Mapping[str, float] | None = None,
@@ -83,8 +82,8 @@ class Network:
         A matrix that is both embedding and readout is judged as the readout.
 
         Args:
-            measurement: gives the step, the layers and the loss.
-            known: its :func:`columns`, and earlier ones of quantities that are not measured this time.
+            measurement: has the step, the layers and the loss.
+            columns: its :func:`~spectral_monitor.condition.row.columns`, and earlier ones of quantities that it lacks.
             settings: layer -> its optimizer's settings.
             tied: layer -> layer that counts its parameters.
             expected: layer -> factor on its learning rate that the user has declared.
@@ -97,19 +96,24 @@ class Network:
         hidden = set(tied) - set(as_readouts.values()) | set(as_readouts)
         all_rows = []
         for info in measurement.layers:
-            row = Row(info, {key: column[info.name] for key, column in known.items() if info.name in column})
-            its = settings.get(info.name, UNKNOWN)
-            if its.frozen and abs(row.get("contribution")) > 0:  # as networks trained against each other are in turns
-                its = replace(its, frozen=False)
-            all_rows.append(replace(row, settings=its))
+            values = {key: column[info.name] for key, column in columns.items() if info.name in column}
+            row = Row(info, values, settings.get(info.name, UNKNOWN))
+            if row.settings.frozen and abs(row.get("contribution")) > 0:  # frozen in turns, as a discriminator is
+                row = replace(row, settings=replace(row.settings, frozen=False))
+            all_rows.append(row)
         rows = tuple(row for row in all_rows if row.info.is_matrix and row.name not in hidden)
         vectors = {row.name: row for row in all_rows if row.info.role == "vector"}
         # The first steps of RAdam are steps of SGD.
         compared = frozenset(row.name for row in rows if row.settings.rectified > 0)
-        loss, factor = (measurement.summary.get(key, math.nan) for key in ("loss", "clip_factor"))
-        clip_factor = factor if factor > 0 else 1.0
+        loss, clip = (measurement.summary.get(key, math.nan) for key in ("loss", "clip_factor"))
         return cls(
-            measurement.step, rows, vectors, compared, expected=expected or {}, loss=loss, clip_factor=clip_factor
+            measurement.step,
+            rows,
+            vectors,
+            compared,
+            expected=expected or {},
+            loss=loss,
+            clip_factor=clip if clip > 0 else 1.0,
         )
 
     def row(self, name: str) -> Row | None:
@@ -135,7 +139,7 @@ class Network:
         return tuple(row for row in self.peers if not row.settings.sizes_own_steps)
 
     def peers_of(self, row: Row) -> tuple[Row, ...]:
-        """Return the layers of the same optimizer, which a layer is compared with, itself included.
+        """Return the layers that a layer is compared with: those of the same optimizer, itself included.
 
         There are none if the optimizer does not scale its steps by the learning rate.
         """
@@ -143,10 +147,10 @@ class Network:
 
     @cached_property
     def _by_owner(self) -> dict[tuple[int, str], tuple[Row, ...]]:
-        found: dict[tuple[int, str], list[Row]] = defaultdict(list)
+        groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
         for row in self.moved_by_rate:
-            found[row.settings.owner, row.settings.family].append(row)
-        return {key: tuple(some) for key, some in found.items()}
+            groups[row.settings.owner, row.settings.family].append(row)
+        return {key: tuple(rows) for key, rows in groups.items()}
 
     @cached_property
     def parts(self) -> dict[int, Network]:
@@ -154,10 +158,10 @@ class Network:
 
         Networks that are trained against each other, or side by side, need not move at one pace.
         """
-        found: dict[int, list[Row]] = defaultdict(list)
+        by_owner: dict[int, list[Row]] = defaultdict(list)
         for row in self.moved_by_rate:
-            found[row.settings.owner].append(row)
-        large = {owner: rows for owner, rows in found.items() if len(rows) >= PART}
+            by_owner[row.settings.owner].append(row)
+        large = {owner: rows for owner, rows in by_owner.items() if len(rows) >= PART}
         if len(large) < 2:
             return {ALL: self}
         return {owner: replace(self, rows=tuple(rows)) for owner, rows in large.items()}
@@ -184,7 +188,7 @@ class Network:
 
     @property
     def looks_fresh(self) -> bool:
-        """True if the median weight is as random as a Gaussian one; trained weights have less stable rank."""
+        """True if the median weight is as random as a Gaussian one; trained weights have a lower stable rank."""
         return not geometric_median(row.randomness for row in self.peers) < FRESH
 
     @property
@@ -208,13 +212,13 @@ class Network:
 
     @cached_property
     def drift(self) -> float:
-        """Drift of the median layer relative to its initial size; NaN for fewer than two layers."""
+        """The drift of the median layer relative to its initial size; NaN for fewer than two layers."""
         drifts = [row.get("drift_ratio") for row in self.moved_by_rate if not self.began_small(row)]
         return geometric_median(drifts) if sum(drift > 0 for drift in drifts) > 1 else math.nan
 
     @cached_property
     def left_out(self) -> dict[str, str]:
-        """Layers that no optimizer trains although most in equal places are trained: name -> pattern of these places.
+        """The layers that no optimizer trains although most in equal places are trained: name -> pattern of the places.
 
         Frozen layers do not count once some have thawed: others may follow, or stay frozen on purpose.
         """
@@ -223,12 +227,12 @@ class Network:
 
     @cached_property
     def cut_off(self) -> frozenset[str]:
-        """Layers that an optimizer holds but no gradient has reached, although gradients reach others."""
+        """The layers that an optimizer holds but no gradient has reached, although gradients reach others."""
         return cut_off(self.rows)
 
     @cached_property
     def exploded(self) -> bool:
-        """True if most layers have taken steps larger than their weights, which replace the initial ones."""
+        """True if most layers have taken a step larger than their weights, which replaces the initial ones."""
         steps = [self.largest_steps.get(row.name, math.nan) for row in self.peers]
         return sum(step > EXPLODED for step in steps) > len(steps) / 2
 
@@ -239,8 +243,8 @@ class Network:
     def initial_gain(self, row: Row) -> float:
         """Return the initial gain of a layer's weights over the usual one; NaN once updates have replaced them.
 
-        It is the first measured one, because weight decay changes both. After an explosion it is still returned, since
-        it may be what caused the explosion.
+        It is the first measured one, because weight decay changes both. After an explosion it is still returned,
+        because it may be the cause.
         """
         if self.exploded:
             return self.initial_sizes.get(row.name, math.nan)
@@ -249,8 +253,7 @@ class Network:
 
     def began_small(self, row: Row) -> bool:
         """Return whether a layer began so close to zero that any step is large relative to its size."""
-        began = self.initial_sizes.get(row.name, math.nan)
-        return row.name in self.from_zero or began < NEXT_TO_ZERO
+        return row.name in self.from_zero or self.initial_sizes.get(row.name, math.nan) < NEXT_TO_ZERO
 
     def initial_rows(self, row: Row) -> float:
         """Return the size of an embedding's largest row when it was first measured."""
@@ -272,34 +275,30 @@ class Network:
 
     @cached_property
     def over_eps(self) -> float:
-        """Size of gradients as the loss leaves them, over the eps of an optimizer like Adam, in the median layer.
-
-        By Cauchy-Schwarz their entries are at least the update's contribution over its size.
-        """
+        """The size of gradients before clipping over the eps of an optimizer like Adam, in the median layer."""
         return geometric_median(row.gradient_entry / row.settings.eps for row in self.peers if row.settings.eps > 0)
 
     @property
     def below_eps(self) -> bool:
-        """True if gradients are smaller than eps when the optimizer gets them, in the median layer."""
+        """True if the gradients that the optimizer gets are smaller than eps in the median layer."""
         return self.over_eps * self.clip_factor < 1
 
     @cached_property
     def input_spreads(self) -> dict[str, float]:
-        """Matrix with several inputs -> their stable rank less 1, which is 0 where all samples give the same.
+        """The stable rank of each matrix's inputs less 1, which is 0 if they are the same for all samples.
 
-        Empty where the data are a few coordinates: inputs may lie along a line, whose stable rank is 1 though they
-        differ.
+        Empty if the data are a few coordinates: these may lie along a line, which has stable rank 1.
         """
         embedded = any(row.info.role == "embedding" for row in self.rows)
-        first = self.peers[0].info if self.peers else None
-        if first is None or (not embedded and math.prod(first.shape) < SEVERAL * first.fan_out):
+        first_info = self.peers[0].info if self.peers else None
+        if first_info is None or (not embedded and math.prod(first_info.shape) < SPREADING_INPUTS * first_info.fan_out):
             return {}
-        ranks = {row.name: row.get("input_stable_rank") for row in self.peers if row.info.fan_in >= SEVERAL}
+        ranks = {row.name: row.get("input_stable_rank") for row in self.peers if row.info.fan_in >= SPREADING_INPUTS}
         return {name: max(rank - 1, 0.0) for name, rank in ranks.items() if not math.isnan(rank)}
 
     @cached_property
     def has_small_gains(self) -> bool:
-        """True if gains next to zero, as of LayerScale, shrink gradients of layers until these gains have grown."""
+        """True if gains next to zero, such as those of LayerScale, shrink gradients until the gains have grown."""
         gains = (row.get("weight_natural") for name, row in self.vectors.items() if not name.endswith("bias"))
         return any(0 < gain < SMALL_GAIN for gain in gains)
 
@@ -310,29 +309,24 @@ class Network:
 
     @cached_property
     def family(self) -> str:
-        """The family of the optimizers, empty if there are several."""
-        found = {row.settings.family for row in self.peers}
-        return found.pop() if len(found) == 1 else ""
+        """The family of the optimizers; empty if there are several."""
+        families = {row.settings.family for row in self.peers}
+        return families.pop() if len(families) == 1 else ""
 
     @cached_property
     def _rated(self) -> list[Rated]:
         return [(row.info, row.lr) for row in self.peers]
 
     @cached_property
-    def rule(self) -> str:
-        """The rule that learning rates follow over layers; empty if none fits."""
-        return rule_of(self._rated)
-
-    @cached_property
     def sgd_rule_under_adam(self) -> bool:
         """True if learning rates follow the rule for SGD under an optimizer like Adam."""
-        return self.family == "adam" and self.rule == "fan_out/fan_in" and not self.corrected
+        return self.family == "adam" and not self.corrected and rule_of(self._rated) == "fan_out/fan_in"
 
     @cached_property
     def ntk_rates(self) -> bool:
         """True if learning rates are those of the neural tangent parametrization."""
-        ambiguous = follows("fan_out/fan_in", self._rated)
-        return self.family == "sgd" and self.rule == "1/fan_in" and not ambiguous and not self.corrected
+        is_ntk = rule_of(self._rated) == "1/fan_in" and not follows("fan_out/fan_in", self._rated)
+        return self.family == "sgd" and not self.corrected and is_ntk
 
     @cached_property
     def ntk_weights(self) -> bool:
@@ -340,10 +334,9 @@ class Network:
 
         Under Adam it does no harm, because entries move by the learning rate whatever their gradients.
         """
-        sizes = [row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in self.peers]
-        wide = max((row.info.fan_in for row in self.peers), default=0) >= WIDE
-        drifts = [
-            row.get("drift_ratio") for row in self.peers
-        ]  # no initialization is this large, but weights that exploded are
-        alike = all(1 / LEVEL < size < LEVEL for size in sizes)
-        return self.family == "sgd" and wide and alike and not any(drift > 1 for drift in drifts)
+        if self.family != "sgd" or not any(row.info.fan_in >= WIDE for row in self.peers):
+            return False
+        if any(row.get("drift_ratio") > 1 for row in self.peers):  # weights that exploded may have such entries too
+            return False
+        sizes = (row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in self.peers)
+        return all(1 / LEVEL < size < LEVEL for size in sizes)

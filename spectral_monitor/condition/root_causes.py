@@ -36,8 +36,8 @@ DEAD = frozenset({"dead", "unmoved"})
 CUT_OFF = frozenset({"dead_input", "dead_above"})
 """Causes of layers that get no gradient because another layer blocks it."""
 AS_ONE = BEGINNING | {"vanishing", "exploding"}
-"""Causes that many layers show where one thing is wrong with the network."""
-TOGETHER = 3
+"""Causes that many layers share if one thing is wrong with the network."""
+MIN_LAYERS_AS_ONE = 3
 """From this number of layers on, one cause of :data:`AS_ONE` makes a single root."""
 
 
@@ -46,13 +46,13 @@ class Case:
     """The facts about one flagged check."""
 
     finding: Finding  # the latest finding
-    told: Explanation
+    explanation: Explanation
     since: int  # step at which it was first outside its band
     outside: int  # number of measurements outside the band since then
 
 
 def rank(code: str) -> int:
-    """Return the place of a code in the chain of causes, 0 for the first.
+    """Return the position of a code in the chain of causes, 0 for the first.
 
     Example:
         >>> rank("lr_too_large") < rank("weights_too_large") < rank("rates_too_large") < rank("unknown")
@@ -70,56 +70,56 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     """
     best: dict[str, Case] = {}
     for case in sorted(cases, key=_order):
-        key = case.told.code if case.finding.layer == NETWORK else case.finding.layer
+        key = case.explanation.code if case.finding.layer == NETWORK else case.finding.layer
         best.setdefault(key, case)
     if not best:
         return ()
-    first = min(rank(case.told.code) for case in best.values())
-    for key, case in best.items():  # then the cause must be corrected first
-        if case.told.code == "diverged" and first == 1:
-            best[key] = replace(case, told=_after_the_cause(case.told))
+    counts = Counter(case.explanation.code for case in best.values())
+    shared = {code for code in AS_ONE if counts[code] >= MIN_LAYERS_AS_ONE}
+    first = min(map(rank, counts))
     groups: dict[object, list[Case]] = defaultdict(list)
     followers: list[Case] = []
-    counts = Counter(case.told.code for case in best.values())
-    many = {code for code in AS_ONE if counts[code] >= TOGETHER}
     for case in best.values():
-        root = rank(case.told.code) == first or (first == 0 and case.told.code in BEGINNING - {"rounding"})
-        if root or (first == 1 and case.told.code == "diverged"):
-            groups[_group(case, network, many)].append(case)
+        code = case.explanation.code
+        after_cause = first == 1 and code == "diverged"  # the cause must be corrected first
+        if after_cause:
+            case = replace(case, explanation=_after_the_cause(case.explanation))
+        if after_cause or rank(code) == first or (first == 0 and code in BEGINNING - {"rounding"}):
+            groups[_group(case, network, shared)].append(case)
         else:
             followers.append(case)
-    roots = [_root(some, network) for some in groups.values()]
-    names = tuple(
-        case.finding.layer
-        for case in followers
-        if case.finding.layer != NETWORK and case.finding.layer not in {n for root in roots for n in root.layers}
-    )
-    roots[0] = replace(roots[0], consequences=names)
+    roots = [_root(group, network) for group in groups.values()]
+    of_roots = {NETWORK, *(name for root in roots for name in root.layers)}
+    disturbed = tuple(case.finding.layer for case in followers if case.finding.layer not in of_roots)
+    roots[0] = replace(roots[0], consequences=disturbed)
     return (*roots, *(replace(_verdict(case, network), root=roots[0].layer) for case in followers))
 
 
-def _after_the_cause(told: Explanation) -> Explanation:
-    """Return the explanation of divergence whose cause is known."""
-    seen = told.sentence.partition(":")[0]
-    return Explanation(told.code, f"{seen}: go back to a checkpoint when its cause is mended", Remedy("check"))
+def _after_the_cause(diverged: Explanation) -> Explanation:
+    """Return the explanation of a divergence whose cause is known."""
+    symptom = diverged.sentence.partition(":")[0]
+    return Explanation("diverged", f"{symptom}: go back to a checkpoint when its cause is mended", Remedy("check"))
 
 
 def _order(case: Case) -> tuple[int, float, str]:
-    """Return the sort key of a case.
+    """Return the sort key of a case: its rank, its excess in three digits and its name.
 
-    Excess counts to three digits, then the name. With an even number of layers the two in the middle are equally far
-    from the median up to rounding, which differs between one process and several.
+    With an even number of layers the two in the middle are equally far from the median up to rounding, which differs
+    between one process and several.
     """
-    return rank(case.told.code), -float(f"{case.finding.excess:.3g}"), case.finding.layer
+    return rank(case.explanation.code), -float(f"{case.finding.excess:.3g}"), case.finding.layer
 
 
-def _group(case: Case, network: Network, many: set[str]) -> object:
-    """Return the key of the root that a case belongs to: its cause, and the parameter group or layer."""
-    code, name = case.told.code, case.finding.layer
+def _group(case: Case, network: Network, shared: set[str]) -> object:
+    """Return the key of the root that a case belongs to: its cause, and the parameter group or layer.
+
+    Causes in ``shared`` make a single root.
+    """
+    code, name = case.explanation.code, case.finding.layer
     row = network.parameter(name)
     if code in OF_A_GROUP and row is not None and row.settings.group >= 0:
         return code, row.settings.group
-    if code in many or code in DEAD | CUT_OFF:
+    if code in shared or code in DEAD | CUT_OFF:
         return code
     return code, name
 
@@ -144,8 +144,8 @@ def _verdict(case: Case, network: Network) -> Verdict:
         ratio=finding.ratio if finding.measured else math.nan,
         steps=network.step - case.since,
         measurements=case.outside,
-        cause=case.told.code,
-        sentence=case.told.sentence,
+        cause=case.explanation.code,
+        sentence=case.explanation.sentence,
         layers=(finding.layer,) if finding.layer != NETWORK else (),
-        remedy=case.told.remedy,
+        remedy=case.explanation.remedy,
     )

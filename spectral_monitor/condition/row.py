@@ -1,4 +1,4 @@
-"""One layer as the judge reads it, and the quantities that the judge reads."""
+"""One layer as the judge reads it, and the quantities that verdicts depend on."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
 
     - ``lost``, for layers with a contribution: 1 if it is 0 although a gradient arrives, else 0.
     - ``unused``, for layers with outputs: 1 if outputs were computed but no gradient came back, else 0.
-    - ``unseen``: the same for layers whose calls cannot be seen, such as recurrent ones.
+    - ``unseen``: the same as ``unused``, for layers whose calls cannot be seen, such as recurrent ones.
     - ``scaled``: 1 for layers whose outputs are not the product of weights and inputs.
     """
     names = [info.name for info in measurement.layers]
-    given = {key: tensor.tolist() for key, tensor in measurement.values.items() if key in READ}
-    found = {key: {n: x for n, x in zip(names, some, strict=True) if not math.isnan(x)} for key, some in given.items()}
-    if "contribution" in found:
-        found["lost"] = {name: float(measurement.why("contribution", name) == LOST) for name in found["contribution"]}
-    if "feature_rms" in found:
-        found["scaled"] = {name: 1.0 for name in names if measurement.why("feature_rms", name) == UNFIT}
+    table = {
+        key: {name: value for name, value in zip(names, values.tolist(), strict=True) if not math.isnan(value)}
+        for key, values in measurement.values.items()
+        if key in READ
+    }
+    if "contribution" in table:
+        table["lost"] = {name: float(measurement.why("contribution", name) == LOST) for name in table["contribution"]}
+    if "feature_rms" in table:
+        table["scaled"] = {name: 1.0 for name in names if measurement.why("feature_rms", name) == UNFIT}
         unused = {name: float(measurement.why("update_natural", name) == UNUSED) for name in names}
-        found["unused"] = {name: unused[name] for name in found["feature_rms"]}
-        found["unseen"] = {
+        table["unused"] = {name: unused[name] for name in table["feature_rms"]}
+        table["unseen"] = {
             name: unused[name] * (measurement.why("feature_rms", name) != NOT_CALLED)
             for name in names
-            if name not in found["feature_rms"]
+            if name not in table["feature_rms"]
         }
-    return found
+    return table
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Row:
 
     @property
     def scaled(self) -> bool:
-        """True if its module multiplies the weights by something else, so that their size tells nothing."""
+        """True if its module rescales the weights, so that their size tells nothing."""
         return self.get("scaled") == 1
 
     @property
@@ -80,13 +83,13 @@ class Row:
 
     @property
     def lr(self) -> float:
-        """The learning rate that the user's schedule asks for, before any correction; NaN if unknown."""
+        """The learning rate that the user's schedule sets, before any correction; NaN if unknown."""
         measured = self.get("lr") / (self.multiplier or math.nan)
-        return self.settings.lr if math.isnan(measured) else float(f"{measured:.7g}")  # without the noise of float32
+        return self.settings.lr if math.isnan(measured) else float(f"{measured:.7g}")  # drops rounding of float32
 
     @property
     def to_peak(self) -> float:
-        """The highest learning rate that the schedule is known to reach over the present one; at least 1."""
+        """The highest known learning rate of the schedule over the present one; at least 1."""
         factor = self.settings.peak / self.lr if self.lr > 0 else math.nan
         return max(1.0, factor) if factor < math.inf else 1.0
 
@@ -97,35 +100,37 @@ class Row:
 
     @property
     def has_gradient(self) -> bool:
-        """False if momentum or weight decay alone moved it, which tells nothing of its learning rate."""
+        """False if only momentum or weight decay moved it, which tells nothing about its learning rate."""
         return self.get("contribution") != 0 or self.get("lost") > 0
 
     @property
     def vector_step(self) -> float:
         """The change of a vector's entries in a step; under optimizers like Adam at least the peak learning rate."""
-        step = self.get("update_natural")
-        rate = self.lr * self.to_peak
-        return max(rate, step) if self.settings.family == "adam" else step  # the rate if the step is NaN
+        step, peak = self.get("update_natural"), self.lr * self.to_peak
+        return max(peak, step) if self.settings.family == "adam" else step  # the peak if the step is NaN
 
     @property
     def gradient_entry(self) -> float:
-        """A lower bound of the RMS entry of its gradient, exact if the update is proportional to the gradient."""
+        """A lower bound of the RMS entry of its gradient, by Cauchy-Schwarz: the update's contribution over its size.
+
+        It is exact if the update is proportional to the gradient.
+        """
         entries = math.prod(self.info.shape)
         update = self.get("update_fro")
         return abs(self.get("contribution")) / (update * math.sqrt(entries)) if update > 0 else math.nan
 
-    def stable_rank(self, of: str) -> float:
+    def stable_rank(self, matrix: str) -> float:
         """Return the stable rank of the ``"weight"`` or ``"update"``; NaN for zeros.
 
         For a convolution it is about that of the average tap.
         """
-        norm = self.get(f"{of}_natural") / self.taps / math.sqrt(self.info.fan_in / self.info.fan_out)
-        return self.get(f"{of}_fro") ** 2 / self.taps / norm**2 if norm > 0 else math.nan
+        norm = self.get(f"{matrix}_natural") / self.taps / math.sqrt(self.info.fan_in / self.info.fan_out)
+        return self.get(f"{matrix}_fro") ** 2 / self.taps / norm**2 if norm > 0 else math.nan
 
     @property
-    def alike(self) -> bool:
-        """True if both weight and update have rank 1, so that units are alike and stay alike."""
-        return all(abs(self.stable_rank(of) - 1) < margin for of, margin in RANK_ONE.items())
+    def has_equal_units(self) -> bool:
+        """True if weight and update both have rank 1: all units are the same and stay the same."""
+        return all(abs(self.stable_rank(matrix) - 1) < margin for matrix, margin in RANK_ONE.items())
 
     @property
     def randomness(self) -> float:
@@ -144,28 +149,28 @@ class Row:
     def weight(self) -> float:
         """The natural norm of the weight; for a convolution an estimate of the operator's.
 
-        The measured sum over taps is an upper bound. For kernels with independent entries it is too large by the root
-        of the number of taps.
+        The measured sum over taps is an upper bound. For kernels with independent entries it is too large by the square
+        root of the number of taps.
         """
         return self.get("weight_natural") / math.sqrt(self.taps)
 
     @property
     def update(self) -> float:
-        """The same for the update."""
+        """The natural norm of the update, estimated in the same way."""
         return self.get("update_natural") / math.sqrt(self.taps)
 
     @property
     def gain(self) -> float:
-        """RMS of the outputs for independent inputs of RMS 1; usual initializations make it alike in all layers."""
+        """RMS of the outputs for independent inputs of RMS 1; about the same in all layers as usually initialized."""
         gain = self.get("weight_fro") / math.sqrt(self.info.fan_out)
         return self.weight if math.isnan(gain) else gain
 
     @property
     def size(self) -> float:
-        """The size of the update, in units in which healthy layers of one optimizer are alike.
+        """The size of the update, in units in which healthy layers of one optimizer take similar steps.
 
         Under optimizers like Adam it is the RMS entry, about the learning rate. Otherwise it is the natural norm over
-        the root of the number of inputs, taps included: relative to weights as usually initialized.
+        the square root of the number of inputs, taps included: relative to weights as usually initialized.
         """
         entries = self.get("update_fro") / math.sqrt(self.info.fan_out * self.info.fan_in * self.taps)
         if self.settings.family == "adam" and not math.isnan(entries):

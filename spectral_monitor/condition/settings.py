@@ -1,4 +1,4 @@
-"""Settings of verdicts: the reference of layers, and the evidence for a verdict."""
+"""Settings of verdicts: the reference of layers, and how much evidence a verdict takes."""
 
 from __future__ import annotations
 
@@ -19,32 +19,10 @@ _BAND: Band = (1 / 16, 8.0)
 _THEORY_BAND: Band = (1 / 16, 16.0)
 _PROFILE_BAND: Band = (1 / 3, 3.0)
 CHECKS = (
-    "rates",
-    "updates",
-    "weights",
-    "embeddings",
-    "exploding",
-    "dead",
-    "left_out",
-    "rounding",
-    "diverged",
-    "nothing_trains",
-    "stale_gradients",
-    "rates_too_large",
-    "global_lr_too_large",
-    "rates_too_small",
-    "features",
-    "targets",
-    "eps",
-    "momentum",
-    "width",
-    "logits_exploding",
-    "attention_collapsed",
-    "readout_takes_all",
-    "decay",
-    "schedule",
-    "modes",
-    "loss",
+    *("rates", "updates", "weights", "embeddings", "exploding", "dead", "left_out", "rounding"),
+    *("diverged", "nothing_trains", "stale_gradients", "rates_too_large", "global_lr_too_large", "rates_too_small"),
+    *("features", "targets", "eps", "momentum", "width", "logits_exploding"),
+    *("attention_collapsed", "readout_takes_all", "decay", "schedule", "modes", "loss"),
 )
 """Names of all checks; ``SpectralCondition(ignore=[...])`` turns some off."""
 NAMED_BY = {
@@ -78,24 +56,24 @@ class SpectralCondition:
     """The limits beyond which a layer or the network counts as off.
 
     Attributes:
-        reference: ``"balance"``: the update of a layer against the typical one of its optimizer's layers;
-            ``"theory"``: weights in the natural norm against 1, as the spectral parametrization has them; otherwise
-            the path of a profile of a tuned run, whose updates are the reference at the same step.
-        band: ratios to the reference that are healthy; ``None`` for 1/16 .. 8, as healthy updates are spread further
-            down than up, 1/16 .. 16 against the theory, and 1/3 .. 3 against a profile. With a band or a reference of
-            your own every layer outside is off, without a known cause too.
-        persistence: how much evidence a verdict takes. A layer that is as far beyond its band as the band is wide
-            gets a verdict at once, one that is beyond it by a third of that after so many measurements.
-        hysteresis: what part of the band, on a log scale, it must come back into for the verdict to be lifted.
-        expected: pattern of layer names -> factor on its learning rate that is meant, such as ``{"head": 10}``;
-            judged is what deviates from that. The first pattern that matches counts.
-        ignore: names of checks that are not made, of :data:`CHECKS`.
-        profile: the profile at the path ``reference``; ``None`` for the other references.
+        reference: ``"balance"`` compares the update of a layer with the typical one of its optimizer's layers;
+            ``"theory"`` compares the natural norm of weights with 1, the value of the spectral parametrization; a path
+            is that of the profile of a tuned run, whose updates are the reference at the same step.
+        band: healthy ratios to the reference; ``None`` for 1/16 .. 8, because healthy updates vary more downwards,
+            1/16 .. 16 against the theory, and 1/3 .. 3 against a profile. With a band or a reference of your own every
+            layer outside is off, even without a known cause.
+        persistence: how much evidence a verdict takes. A layer that is as far beyond its band as the band is wide gets
+            a verdict at once; one that is beyond it by a third of that gets one after this number of measurements.
+        hysteresis: part of the band, on a log scale, that a value must come back into to end its verdict.
+        expected: pattern of layer names -> intended factor on the learning rate, such as ``{"head": 10}``; only
+            deviations from that are judged. The first pattern that matches counts.
+        ignore: checks that are turned off, of :data:`CHECKS`.
+        profile: the profile at the path ``reference``; ``None`` for other references.
         limits: the band in use.
 
     Raises:
-        ValueError: a band that is not low < 1 < high, a number out of range, an unknown reference or check, a file
-            that is not a profile.
+        ValueError: the band is not low < 1 < high, a number is out of range, a reference or check is unknown, or a file
+            is not a profile.
 
     Example:
         >>> SpectralCondition(band=(0.5, 2.0)).quantity
@@ -118,8 +96,8 @@ class SpectralCondition:
     def __post_init__(self) -> None:
         if self.band is not None and not _is_band(self.band):
             raise ValueError(f"band must be (low, high) with 0 < low < 1 < high, got {self.band!r}")
-        usual = {"balance": _BAND, "theory": _THEORY_BAND}.get(str(self.reference), _PROFILE_BAND)
-        low, high = self.band or usual
+        default = {"balance": _BAND, "theory": _THEORY_BAND}.get(str(self.reference), _PROFILE_BAND)
+        low, high = self.band or default
         object.__setattr__(self, "limits", (float(low), float(high)))
         if isinstance(self.persistence, bool) or not isinstance(self.persistence, int) or self.persistence < 1:
             raise ValueError(f"persistence must be an integer >= 1, got {self.persistence!r}")
@@ -128,19 +106,17 @@ class SpectralCondition:
         if not isinstance(self.expected, Mapping):
             raise ValueError(f"expected maps patterns of layer names to factors, got {self.expected!r}")
         for pattern, factor in self.expected.items():
-            number = isinstance(factor, int | float) and not isinstance(factor, bool)
-            if not number or not 0 < factor < math.inf:
+            if not _is_number(factor) or not 0 < factor < math.inf:
                 raise ValueError(f"expected[{pattern!r}] must be a factor above 0, got {factor!r}")
         if isinstance(self.ignore, str) or (unknown := [name for name in self.ignore if name not in CHECKS]):
-            given = self.ignore if isinstance(self.ignore, str) else ", ".join(map(repr, unknown))
+            names = self.ignore if isinstance(self.ignore, str) else ", ".join(map(repr, unknown))
             hint = "" if isinstance(self.ignore, str) else did_you_mean(unknown[0], CHECKS)
-            raise ValueError(f"ignore is a list of checks, got {given}{hint}; valid checks: {', '.join(CHECKS)}")
-        object.__setattr__(self, "ignore", tuple(self.ignore))  # a list from a file is the same condition
+            raise ValueError(f"ignore is a list of checks, got {names}{hint}; valid checks: {', '.join(CHECKS)}")
+        object.__setattr__(self, "ignore", tuple(self.ignore))  # equal to the same condition with a list
         if self.reference in ("balance", "theory"):
             return
-        if not isinstance(self.reference, str | Path) or not (
-            isinstance(self.reference, Path) or "." in self.reference or "/" in self.reference
-        ):
+        is_path = isinstance(self.reference, str) and ("." in self.reference or "/" in self.reference)
+        if not is_path and not isinstance(self.reference, Path):
             raise ValueError(
                 f"reference must be 'balance', 'theory' or the path of a profile (JSON), got {self.reference!r}"
             )
@@ -158,36 +134,39 @@ class SpectralCondition:
 
     @property
     def evidence(self) -> float:
-        """The sum of evidence that makes a verdict."""
+        """The sum of evidence that a verdict takes."""
         return self.persistence / 3
 
     def factors(self, layers: Iterable[LayerInfo]) -> dict[str, float]:
-        """Return the declared factor of every layer that a pattern of :attr:`expected` matches."""
-        found: dict[str, float] = {}
+        """Return the expected factor of every layer that a pattern of :attr:`expected` matches."""
+        factors: dict[str, float] = {}
         for info in layers:
             for pattern, factor in self.expected.items():
                 if matches([pattern], info.name):
-                    found.setdefault(info.name, float(factor))
-        return found
+                    factors.setdefault(info.name, float(factor))
+        return factors
 
     def check(self, layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters] | None = None) -> None:
         """Refuse a profile of another model or of another family of optimizers, and patterns that match no layer.
 
         Args:
-            layers: measured ones.
+            layers: the measured layers.
             settings: layer -> its optimizer's settings.
 
         Raises:
             ValueError: with the layers that differ, or the pattern and the valid names.
         """
-        given = tuple(layers)
-        check_patterns("expected", self.expected, [info.name for info in given])
+        measured = tuple(layers)
+        check_patterns("expected", self.expected, [info.name for info in measured])
         if self.profile is not None:
-            self.profile.check(given, settings)
+            self.profile.check(measured, settings)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_band(band: object) -> bool:
     if not isinstance(band, tuple | list) or len(band) != 2:
         return False
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) and not math.isnan(x) for x in band)
-    return numbers and 0 < band[0] < 1 < band[1]
+    return all(map(_is_number, band)) and 0 < band[0] < 1 < band[1]

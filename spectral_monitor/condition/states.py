@@ -18,64 +18,62 @@ STANDS_OUT = "its size stands out, for none of the known causes"
 """The reason why a layer is neither off nor healthy: most such layers train well."""
 
 
-class Seen(NamedTuple):
-    """Facts of a measurement that has been judged."""
+class JudgedMeasurement(NamedTuple):
+    """A measurement and what the judge found out about it."""
 
     measurement: Measurement
     network: Network  # the network as the judge read it
     condition: SpectralCondition  # the limits of layers
-    gate: ZeroStartGate  # tells which layers grow from zero
+    gate: ZeroStartGate  # knows which layers grow from zero
     compared: Set[str]  # layers whose size was compared
     unexplained: Set[str]  # layers that stand out for no known cause
     tied: Mapping[str, str]  # layer -> the layer that counts its parameters
 
 
-def layer_states(seen: Seen, verdicts: Sequence[Verdict]) -> dict[str, LayerState]:
+def layer_states(judged: JudgedMeasurement, verdicts: Sequence[Verdict]) -> dict[str, LayerState]:
     """Return the state of each matrix at a judged measurement."""
     off: dict[str, str] = {}
     for verdict in verdicts:
         for name in verdict.layers:
             off.setdefault(name, f"follows from {verdict.root}" if verdict.root else verdict.cause)
-    still = why_still(seen.network)
-    found = {}
-    for info in seen.measurement.layers:
+    reason_for_all = why_still(judged.network)
+    states = {}
+    for info in judged.measurement.layers:
         if not info.is_matrix:
             continue
-        row = seen.network.row(info.name) or _tied_row(seen, info.name)
+        row = judged.network.row(info.name) or _tied_row(judged, info.name)
         name = info.name if row is None else row.name
         if name in off:
-            found[info.name] = LayerState(OFF, off[name])
-        elif why := still or _why_not(seen, row):
-            found[info.name] = LayerState(NOT_JUDGED, why)
+            states[info.name] = LayerState(OFF, off[name])
+        elif reason := reason_for_all or _why_not_judged(judged, row):
+            states[info.name] = LayerState(NOT_JUDGED, reason)
         else:
-            found[info.name] = LayerState(HEALTHY)
-    return found
+            states[info.name] = LayerState(HEALTHY)
+    return states
 
 
-def _tied_row(seen: Seen, name: str) -> Row | None:
+def _tied_row(judged: JudgedMeasurement, name: str) -> Row | None:
     """Return the layer that a tied one is judged as."""
-    owner = seen.tied.get(name, name)
-    names = [owner, *(tied for tied, other in seen.tied.items() if other == owner)]
-    return next(filter(None, map(seen.network.row, names)), None)
+    owner = judged.tied.get(name, name)
+    names = [owner, *(tied for tied, other in judged.tied.items() if other == owner)]
+    return next(filter(None, map(judged.network.row, names)), None)
 
 
-def _why_not(seen: Seen, row: Row | None) -> str:
+def _why_not_judged(judged: JudgedMeasurement, row: Row | None) -> str:
     """Return why a layer is not judged at this measurement; empty if it is."""
     if row is None:
         return "tied to another layer"
     if row.settings.frozen:
         return "frozen"
-    if seen.gate.why and row.dense:
-        return f"waits until {', '.join(seen.gate.growing)} has grown from zero"
-    moves = [row.get(key) for key in ("update_natural", "update_ratio", "update_fro")]
-    if seen.condition.reference == "theory":
-        moves = [row.get("weight_natural")]
-    if all(math.isnan(x) for x in moves):
-        keys = (key for key in ("update_natural", "update_ratio") if key in seen.measurement.values)
-        whys = (seen.measurement.why(key, row.name) for key in keys)
-        return next(whys, "") or "its update was not measured"
-    if row.name in seen.unexplained:
+    if judged.gate.reason and row.dense:
+        return f"waits until {', '.join(judged.gate.growing)} has grown from zero"
+    theory = judged.condition.reference == "theory"
+    needed = ("weight_natural",) if theory else ("update_natural", "update_ratio", "update_fro")
+    if all(math.isnan(row.get(key)) for key in needed):
+        keys = (key for key in ("update_natural", "update_ratio") if key in judged.measurement.values)
+        return next((judged.measurement.why(key, row.name) for key in keys), "") or "its update was not measured"
+    if row.name in judged.unexplained:
         return STANDS_OUT
     if row.settings.sizes_own_steps:
         return f"{row.settings.optimizer} sizes its steps itself"
-    return "" if row.name in seen.compared else "no other layer to compare it with"
+    return "" if row.name in judged.compared else "no other layer to compare it with"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 NETWORK = "network"
-"""Stands for a layer's name in a verdict on the network as a whole."""
+"""Takes the place of a layer's name in a verdict on the whole network."""
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Remedy:
 
     Attributes:
         action: ``"set_lr"``: set the layers' learning rate to ``value``; ``"scale_lr"``: multiply it by ``value``;
-            ``"scale_weights"``: multiply the layers' initial weights by ``value``; ``"set_eps"``: set the optimizer's
-            ``eps`` to ``value``; ``"set_momentum"``, ``"set_weight_decay"``: the same of these; ``"check"``: look at
-            what the sentence names, which no setting of the optimizer mends.
-        layers: whose; empty for all.
-        value: as the action has it, to seven digits; NaN for ``"check"``.
-        spared: layers among these that keep what they have.
+            ``"scale_weights"``: multiply the layers' initial weights by ``value``; ``"set_eps"``, ``"set_momentum"``,
+            ``"set_weight_decay"``: set that of the optimizer to ``value``; ``"check"``: check what the sentence names,
+            since no setting of the optimizer helps.
+        layers: the layers it applies to; empty for all.
+        value: the number that the action takes, to seven digits; NaN for ``"check"``.
+        spared: layers among these that keep their settings.
     """
 
     action: str
@@ -40,19 +40,19 @@ class Verdict:
     Verdicts form a tree of depth one: a root names the cause; verdicts that follow from it carry its name.
 
     Attributes:
-        layer: its name, the worst where one cause has several layers; :data:`NETWORK` for the network as a whole.
-        quantity: what gave it away, a key of the measurement; empty if that is no number.
-        value: of that quantity; NaN without one.
-        band: where the value should be, in its own units; 0 and inf where there is no limit, and 0 itself is outside.
+        layer: name of the layer, the worst if several share the cause; :data:`NETWORK` for the whole network.
+        quantity: key of the measurement that showed the fault; empty if no number shows it.
+        value: value of that quantity; NaN without one.
+        band: healthy range of the value, in its units; 0 and inf if there is no limit, and 0 itself is outside.
         ratio: value over the reference; NaN without a quantity.
-        steps: optimizer steps since it was first seen outside.
-        measurements: how many it was seen outside since.
+        steps: optimizer steps since the value was first outside the band.
+        measurements: number of measurements outside the band since then.
         cause: short code, one of :data:`~spectral_monitor.condition.causes.CAUSES`.
-        sentence: what it likely is and what to do.
-        layers: every layer that this cause has, ``layer`` first; empty for the network as a whole.
+        sentence: the likely cause and what to do.
+        layers: all layers with this cause, ``layer`` first; empty for the whole network.
         root: ``layer`` of the verdict that this one follows from; empty if it is a root itself.
-        consequences: layers that are disturbed by this one; only of a root.
-        remedy: what the sentence advises, as data; ``None`` where it gives no advice.
+        consequences: layers that a root disturbs; empty for other verdicts.
+        remedy: the advice of the sentence, as data; ``None`` if it gives none.
 
     Example:
         >>> verdict = Verdict("head", "update_natural", 0.1, (2.5e-4, 0.016), 50.0, 120, 7, "unknown", "who knows")
@@ -76,7 +76,7 @@ class Verdict:
 
     @property
     def is_root(self) -> bool:
-        """True if it names a cause instead of following from another verdict."""
+        """True if it names a cause; False if it follows from another verdict."""
         return not self.root
 
     def to_row(self) -> dict[str, Any]:
@@ -94,17 +94,17 @@ class Verdict:
 
     @property
     def seen(self) -> str:
-        """Words for what was seen, and for how long; of the network as a whole the sentence has the number."""
-        known = self.quantity and self.layer != NETWORK
-        seen = f"{self.quantity} {short(self.value)}, should be {self.should_be}" if known else ""
-        return ", ".join(filter(None, [seen, f"for {self.steps} steps" if self.steps else ""]))
+        """The deviation and its duration in words; on the whole network, the sentence holds the value."""
+        has_value = self.quantity and self.layer != NETWORK
+        deviation = f"{self.quantity} {short(self.value)}, should be {self.should_be}" if has_value else ""
+        return ", ".join(filter(None, [deviation, f"for {self.steps} steps" if self.steps else ""]))
 
     def __str__(self) -> str:
         return ": ".join(filter(None, [self.layer, self.seen, self.sentence]))
 
 
 def short(value: float) -> str:
-    """Return a number in two digits.
+    """Return a number with two digits.
 
     Example:
         >>> short(0.0123), short(46.7), short(12345.0), short(0.0)

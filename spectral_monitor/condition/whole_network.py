@@ -11,7 +11,7 @@ from typing import Any
 
 from spectral_monitor.condition.causes import History, huge_at_start
 from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, NOT_ZERO, Finding
-from spectral_monitor.condition.network import ALIKE, GAINS, Network
+from spectral_monitor.condition.network import GAINS, MIN_SPREAD, Network
 from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.optimizers.plans import FADED
 from spectral_monitor.condition.row import Row
@@ -26,30 +26,31 @@ from spectral_monitor.measurement import NOT_FINITE, Measurement
 SIZE = 1e4
 """Natural norms of weights, or sizes of outputs, above this are on their way to infinity."""
 EFFICIENT, BELOW_EPS = 0.05, 0.15
-"""RMS entry of Adam's update over the learning rate that is too small, and where gradients are known to be below eps;
-0.3 to 1 in usual first steps."""
+"""Smallest healthy RMS entry of Adam's update over the learning rate, in general and if gradients are below eps. It is
+0.3 to 1 in usual first steps.
+"""
 LASTING = 0.995
-"""Momentum from here on averages the last 200 steps and more."""
+"""Momentum from this value on averages the last 200 steps or more."""
 MOSTLY_EVAL = 0.5
 """Share of dropouts and batch norms that may be in evaluation mode, as in parts that are frozen on purpose."""
 MOST_DROPPED = 0.75
-"""Largest part of its inputs that a dropout may drop; 0.9 is mostly meant as the part to keep."""
+"""Largest part of its inputs that a dropout may drop; 0.9 is mostly a mistake for the part to keep."""
 LARGE_WEIGHTS = 3.0
 """Gain of the median layer's initial weights over the largest usual one; at most 1.6 in healthy networks."""
 IN_USE = 1 / 4
 """If outputs are smaller than this part of the gain, the forward pass divides the weights."""
 UNIT = 1.8
-"""Usual weights that are divided by the root of their inputs have entries of 0.58 to 1.41."""
+"""Weights that the forward pass divides have entries between this and its inverse; 0.58 to 1.41 is usual."""
 RECURRENT = re.compile(r"weight_[ih]h(_l\d+)?(_reverse)?$")
 """Names of the weights of torch's recurrent layers, whose outputs are not seen."""
 THIRD = 3
-"""Features have collapsed if one layer in so many has inputs that are all alike."""
+"""Features have collapsed if one layer in this number of layers has inputs that do not differ."""
 FROZEN = "every layer is frozen"
 _MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 UNITS = 4
 """With fewer inputs or outputs a random matrix may be close to rank 1 by chance."""
 HARDLY = 0.1
-"""With a drift above this, eps has not held weights back."""
+"""With a drift above this, eps has not kept weights from moving."""
 USUAL_EPS = 3e-8
 """A larger eps may be to blame for small steps."""
 FAST = ("adamax", "adafactor", "adagrad", "lion", "rmsprop", "sign")
@@ -57,16 +58,16 @@ FAST = ("adamax", "adafactor", "adagrad", "lion", "rmsprop", "sign")
 
 
 @dataclass
-class Whole(Memory):
+class WholeNetwork(Memory):
     """Watches the network as a whole; the judge treats its findings like those on layers."""
 
-    stale: float = 0.0  # 1 if a step was last seen to use old gradients
+    stale: float = 0.0  # 1 if the latest known step used old gradients
     # Part of the learning rate by which Adam moved an entry in the first steps; 0 if unknown, 1 without a fault.
     eps_share: float = 0.0
     gain: float = 0.0  # gain of the median layer's initial weights as the forward pass uses them; 0 if unknown
     symmetric: bool | None = None  # whether weights began as constants; None before the first update
-    bad_batch: bool = False  # whether weights were in order when no layer's outputs were finite
-    huge_at_start: str = ""  # a sentence on outputs that were far too large before the first step, if any were
+    bad_batch: bool = False  # whether no layer's outputs were finite although weights were
+    huge_at_start: str = ""  # a sentence on outputs that were far too large before the first step; empty if none were
 
     def __post_init__(self) -> None:
         self._pace, self._losses, self._outputs = PaceTrend(), LossTrend(), OutputTrend()
@@ -74,14 +75,10 @@ class Whole(Memory):
 
     @property
     def history(self) -> History:
-        """Facts about the run so far that explanations need."""
+        """The facts about the run so far that explanations need."""
+        pace, outputs = self._pace, self._outputs
         return History(
-            self._pace.pace,
-            self._pace.first_pace,
-            self._outputs.large_outputs,
-            self._pace.fastest,
-            self.bad_batch,
-            self.huge_at_start,
+            pace.pace, pace.first_pace, outputs.large_outputs, pace.fastest, self.bad_batch, self.huge_at_start
         )
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
@@ -93,18 +90,18 @@ class Whole(Memory):
         if not diverged.inside():
             yield from self._outputs.targets(measurement, network)  # perhaps the cause
             return
-        if (still := _still(measurement, network)) is not None:
-            yield still
-            if not still.inside():
+        if (movement := _movement(measurement, network)) is not None:
+            yield movement
+            if not movement.inside():
                 return
         yield from _parametrization(network)
-        alike = _is_symmetric(network)
+        symmetric = _is_symmetric(network)
         moves = any(row.get("update_natural") > 0 for row in network.peers)
-        if self.symmetric is None and moves:  # decided once: other faults take weights there later
-            self.symmetric = alike and network.is_early
-        yield _certain("symmetric", "weight_natural", alike and bool(self.symmetric), "random weights")
-        moved = 0.0 if _forgets(network) else 1.0
-        yield Finding("left_out", NETWORK, "update_natural", moved, 1.0, NOT_ZERO, against=OTHERS)
+        if self.symmetric is None and moves:  # decided once, because other faults may end in symmetric weights
+            self.symmetric = symmetric and network.is_early
+        yield _certain("symmetric", "weight_natural", symmetric and bool(self.symmetric), "random weights")
+        value = 0.0 if _forgets(network) else 1.0
+        yield Finding("left_out", NETWORK, "update_natural", value, 1.0, NOT_ZERO, against=OTHERS)
         yield from self._weights(network)
         yield from _collapse(network)
         yield from self._pace.findings(network)
@@ -115,23 +112,23 @@ class Whole(Memory):
     def _weights(self, network: Network) -> Iterator[Finding]:
         """Compare the initial weights of the median layer with the largest usual ones."""
         if network.is_early and not self.gain and not network.ntk_weights:
-            known = (row.gain for row in network.peers if not math.isnan(network.initial_gain(row)))
-            gain = round(geometric_median(known), 2)
-            if gain > 0:  # decided once: outputs grow later
+            gains = (row.gain for row in network.peers if not math.isnan(network.initial_gain(row)))
+            gain = round(geometric_median(gains), 2)
+            if gain > 0:  # decided once, because outputs grow later
                 self.gain = gain if _is_in_use(gain, network) else min(gain, GAINS[1])
         if network.fresh and len(network.peers) > 1 and self.gain > 0:
             limits = (0.0, LARGE_WEIGHTS)
             yield Finding("large_weights", NETWORK, "weight_natural", self.gain, GAINS[1], limits, AT_ONCE, "usual")
 
     def _reused(self, measurement: Measurement) -> Iterator[Finding]:
-        """Check that no optimizer uses old gradients; once one does, that holds until gradients are seen cleared."""
-        seen = measurement.summary.get("stale_gradient", math.nan)
-        if not math.isnan(seen):
-            self.stale = seen
+        """Check that no optimizer uses old gradients; once one does, the finding lasts until gradients are new."""
+        stale = measurement.summary.get("stale_gradient", math.nan)
+        if not math.isnan(stale):
+            self.stale = stale
         yield _certain("stale_gradients", "stale_gradient", self.stale > 0, "a new gradient")
 
     def _diverged(self, measurement: Measurement, network: Network) -> Finding:
-        """Compare the largest weight or output with a limit; it is infinite if some are not finite any more."""
+        """Compare the largest weight or output with a limit; it counts as infinite if a weight is NaN or inf."""
         sizes = (size for row in network.peers for size in (row.weight, row.get("feature_rms")))
         value = min(math.inf if _not_finite(measurement) else nanmax(sizes, 0.0), 1e300)
         self.bad_batch = self.bad_batch or (value == 1e300 and _is_bad_batch(measurement, network))
@@ -142,9 +139,9 @@ class Whole(Memory):
         """Yield the part of the learning rate by which Adam moved an entry in the first steps."""
         eps = nanmax((row.settings.eps for row in network.peers), 0.0)
         share = _share_of_rate(network)
-        grown = share > self.eps_share > 0  # gradients have grown beyond eps since
+        grown = share > self.eps_share > 0  # gradients have since grown beyond eps
         if not math.isnan(share) and (network.is_early or grown or not self.eps_share):
-            # Other reasons for small moves: sparse gradients and, later on, a loss near 0 or a ruined network.
+            # Updates may also be small because gradients are sparse, the loss is near 0 or the network is ruined.
             small = network.below_eps and not (network.drift > HARDLY or network.has_small_gains)
             large_eps = eps > USUAL_EPS and (network.is_early or grown)
             self.eps_share = share if small or large_eps else 1.0
@@ -165,7 +162,7 @@ class Whole(Memory):
 
 
 def _in_code(measurement: Measurement) -> Iterator[Finding]:
-    """Check for mistakes in the code of a model, which no norm shows."""
+    """Check for mistakes in the model's code that no norm shows."""
     summary = measurement.summary
     if "unfit_loss_input" in summary:
         yield _certain("loss_input", "unfit_loss_input", summary["unfit_loss_input"] > 0, "logits")
@@ -186,17 +183,17 @@ def _parametrization(network: Network) -> Iterator[Finding]:
 
 
 def _collapse(network: Network) -> Iterator[Finding]:
-    """Check that inputs differ from row to row, in the third of the layers where they differ least."""
+    """Check that inputs differ between samples, in the third of the layers where they differ least."""
     spreads = sorted(network.input_spreads.values())
     if network.step >= SETTLED and network.fresh and len(spreads) >= THIRD:
-        least = max(spreads[len(spreads) // THIRD], ALIKE / 100)
-        yield Finding("features_collapsed", NETWORK, "input_stable_rank", least, 1.0, (ALIKE, math.inf), 256, "usual")
+        spread, band = max(spreads[len(spreads) // THIRD], MIN_SPREAD / 100), (MIN_SPREAD, math.inf)
+        yield Finding("features_collapsed", NETWORK, "input_stable_rank", spread, 1.0, band, 256, "usual")
 
 
 def _forgets(network: Network) -> bool:
-    """Return whether a new network's biases, gains or the like are held by no optimizer, though matrices are trained.
+    """Return whether no optimizer holds a new network's biases, gains or the like, although matrices are trained.
 
-    Where matrices get gradients in vain too, they are told instead, or they belong to a network that serves as a loss.
+    If matrices get gradients in vain too, they have findings of their own or belong to a network that serves as a loss.
     """
     trains = any(row.settings.owner >= 0 and row.get("update_natural") > 0 for row in network.rows)
     matrices = any(row.settings.forgotten for row in network.rows)
@@ -204,9 +201,9 @@ def _forgets(network: Network) -> bool:
 
 
 def _is_in_use(gain: float, network: Network) -> bool:
-    """Return whether outputs are as large as weights of this gain make them; if none is known, go by the entries.
+    """Return whether outputs are as large as weights of this gain make them; if none is known, judge by the entries.
 
-    Equalized learning rates divide weights by the root of their inputs where they are used, recurrent ones excepted.
+    Equalized learning rates divide weights by the square root of fan_in in the forward pass, except recurrent ones.
     """
     if sum(bool(RECURRENT.search(row.name)) for row in network.peers) > len(network.peers) / 2:
         return True
@@ -218,16 +215,19 @@ def _is_in_use(gain: float, network: Network) -> bool:
 
 
 def _is_symmetric(network: Network) -> bool:
-    """Return whether two consecutive matrices have units that are alike, as constants have: these all learn the same.
+    """Return whether two consecutive matrices have equal units, as constants have: these all learn the same.
 
     A single such matrix does no harm, because gradients through a random neighbour differ between its units.
     """
     large = [row for row in network.rows if row.dense and min(row.info.fan_in, row.info.fan_out) >= UNITS]
-    return any(a.alike and b.alike and a.info.fan_out == b.info.fan_in for a, b in pairwise(large))
+    return any(
+        row.has_equal_units and after.has_equal_units and row.info.fan_out == after.info.fan_in
+        for row, after in pairwise(large)
+    )
 
 
 def _certain(check: str, quantity: str, wrong: bool, against: str) -> Finding:
-    """Return a finding without degrees: far outside its band if wrong, else in the middle of it."""
+    """Return a finding that is either true or not: far outside its band if wrong, else in the middle of it."""
     return Finding(check, NETWORK, quantity, 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), against=against, measured=False)
 
 
@@ -238,16 +238,16 @@ def why_still(network: Network) -> str:
         return FROZEN
     if network.top_lr == 0:
         return "every learning rate is 0"
-    moved = any(row.get(key) > 0 for row in rows for key in _MOVES)  # then its settings are unknown
+    moved = any(row.get(key) > 0 for row in rows for key in _MOVES)  # by an optimizer whose settings are unknown
     if not moved and all(row.settings.owner < 0 and math.isnan(row.lr) for row in rows):
         return "no optimizer holds its parameters"
     return ""
 
 
-def _still(measurement: Measurement, network: Network) -> Finding | None:
-    """Return a finding on the largest update, 0 if nothing moves.
+def _movement(measurement: Measurement, network: Network) -> Finding | None:
+    """Return a finding on the largest update, which is 0 if nothing moves.
 
-    It is 0 too if only biases and gains move because matrices cannot. In a network that was trained before, that is a
+    It is also 0 if only biases and gains move because matrices cannot. In a network that was trained before, that is a
     method rather than a mistake.
 
     Returns:
@@ -264,43 +264,43 @@ def _still(measurement: Measurement, network: Network) -> Finding | None:
     if reasons <= {COMPILED_STEP, DIVIDED}:
         return None
     no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
-    certain = why_still(network)
-    if certain == FROZEN and any(row.settings.elsewhere for row in network.rows):
+    cannot_move = why_still(network)
+    if cannot_move == FROZEN and any(row.settings.elsewhere for row in network.rows):
         return None
-    why = certain or no_step or "every update is 0, NaN or skipped"
+    reason = cannot_move or no_step or "every update is 0, NaN or skipped"
     moved = no_step and any(row.get("drift_ratio") > 0 for row in network.rows)
-    largest, what = max(matrices, vectors), "no update is seen" if moved else "no parameter moves"
-    if largest > matrices == 0 and certain and (certain != FROZEN or network.fresh):
-        largest, what = 0.0, "no matrix moves, only biases and gains do"
-    return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, NOT_ZERO, against=f"{what}: {why}")
+    largest, observation = max(matrices, vectors), "no update is seen" if moved else "no parameter moves"
+    if largest > matrices == 0 and cannot_move and (cannot_move != FROZEN or network.fresh):
+        largest, observation = 0.0, "no matrix moves, only biases and gains do"
+    against = f"{observation}: {reason}"
+    return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, NOT_ZERO, against=against)
 
 
 def _largest_update(rows: Iterable[Row], keys: Sequence[str]) -> float:
-    """Return the largest update of some layers, each measured by its first known quantity; 0 if none is known."""
-    known = ((abs(row.get(key)) for key in keys if not math.isnan(row.get(key))) for row in rows)
-    return max((next(sizes, 0.0) for sizes in known), default=0.0)
+    """Return the largest update of these layers, each by its first known quantity; 0 if none is known."""
+    updates = ((abs(row.get(key)) for key in keys if not math.isnan(row.get(key))) for row in rows)
+    return max((next(sizes, 0.0) for sizes in updates), default=0.0)
 
 
 def _not_finite(measurement: Measurement) -> bool:
     """Return whether some weight is NaN or inf, before or after this step."""
+    matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
     for key in ("weight_fro", "weight_norm", "weight_natural", "drift_ratio", "update_fro"):
         if key in measurement.values:
-            matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
-            values = measurement.values[key][matrices]
-            why = [measurement.why(key, measurement.layers[i].name) for i in matrices]
-            if values.isinf().any() or NOT_FINITE in why:
+            reasons = (measurement.why(key, measurement.layers[i].name) for i in matrices)
+            if measurement.values[key][matrices].isinf().any() or NOT_FINITE in reasons:
                 return True
     return False
 
 
 def _is_bad_batch(measurement: Measurement, network: Network) -> bool:
-    """Return whether no layer's outputs are finite although all weights were in order before the step."""
-    in_order = all(row.weight < SIZE for row in network.peers)
-    lost = [
-        row.get("feature_rms") == math.inf or measurement.why("feature_rms", row.name) == NOT_FINITE
+    """Return whether no layer's outputs are finite although all weights had a healthy size before the step."""
+    not_finite = [
+        row
         for row in network.rows
+        if row.get("feature_rms") == math.inf or measurement.why("feature_rms", row.name) == NOT_FINITE
     ]
-    return in_order and bool(lost) and all(lost)
+    return 0 < len(not_finite) == len(network.rows) and all(row.weight < SIZE for row in network.peers)
 
 
 def _share_of_rate(network: Network) -> float:

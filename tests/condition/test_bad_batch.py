@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.condition.whole_network import Whole
+from spectral_monitor.condition.whole_network import WholeNetwork
 from tests.one_step import training_step
 
 BATCH = "the batch holds NaN or inf"
@@ -37,7 +37,7 @@ def test_a_batch_that_is_not_finite(steps, value):
     assert probe.latest.step == steps
     assert BATCH in verdict.sentence
     assert verdict.remedy.action == "check"
-    resumed = Whole()
+    resumed = WholeNetwork()
     assert not resumed.history.bad_batch
     resumed.load_state_dict(probe.state_dict()["state"]["oversight"]["judge"]["whole"])
     assert resumed.history.bad_batch

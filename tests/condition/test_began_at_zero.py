@@ -236,7 +236,7 @@ def test_what_is_zero_later_than_that_did_not_begin_so(before, waits):
         zero = {"weight_natural": {"head": 0.0}, "update_ratio": nothing("head")} if step > before else {}
         measurement = measured(step, **zero)
         gate.look(measurement, Network.read(measurement, columns(measurement), set_by()))
-    assert bool(gate.why) is waits
+    assert bool(gate.reason) is waits
 
 
 def test_an_embedding_that_began_at_zero_has_no_scale_to_mend():

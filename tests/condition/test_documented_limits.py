@@ -13,7 +13,7 @@ import pytest
 from spectral_monitor.condition import SpectralCondition, save_profile
 from spectral_monitor.condition.findings import ROUNDING, findings
 from spectral_monitor.condition.network import Network
-from spectral_monitor.condition.optimizers.across import APART
+from spectral_monitor.condition.optimizers.across import MAX_RATE_RATIO
 from spectral_monitor.condition.references.width_transfer import THRESHOLD
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.trends.attention import AttentionTrend
@@ -21,7 +21,7 @@ from spectral_monitor.condition.trends.decay import DecayTrend
 from spectral_monitor.condition.trends.losses import FEW_EDGES
 from spectral_monitor.condition.trends.pace import SETTLED
 from spectral_monitor.condition.trends.readout import ReadoutTrend
-from spectral_monitor.condition.whole_network import Whole
+from spectral_monitor.condition.whole_network import WholeNetwork
 from tests.condition.synthetic import HEALTHY, LAYERS, heavy, measured, set_by, verdicts_on
 
 PAGE = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text()
@@ -50,7 +50,7 @@ def everywhere(value, *keys):
 
 def is_off(check, *changes, start=1, settings=None, condition=None):
     """Whether this check finds anything outside its limits at the last of these measurements."""
-    whole, trends = Whole(), (AttentionTrend(), ReadoutTrend(), DecayTrend())
+    whole, trends = WholeNetwork(), (AttentionTrend(), ReadoutTrend(), DecayTrend())
     for step, change in enumerate(changes, start):
         measurement = measured(step, **change)
         network = Network.read(measurement, columns(measurement), settings)
@@ -136,7 +136,7 @@ def test_weights_have_grown_from_ten_times_their_start_on():
 
 def seen(check, *changes, settings=None):
     """The values of this check's findings, healthy or not, at measurements with these changes."""
-    whole, values = Whole(), []
+    whole, values = WholeNetwork(), []
     for step, change in changes:
         measurement = measured(step, **change)
         network = Network.read(measurement, columns(measurement), settings)
@@ -297,7 +297,7 @@ def test_numbers_that_other_tests_hold_are_those_of_the_page():
     assert stated("width") == [THRESHOLD]
     assert (
         numbers(PAGE.partition("have rates of one order. Where they are\n")[2].partition(" times apart")[0])[-1]
-        == APART
+        == MAX_RATE_RATIO
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
-from spectral_monitor.condition.network import ALIKE, SEVERAL
+from spectral_monitor.condition.network import MIN_SPREAD, SPREADING_INPUTS
 from spectral_monitor.condition.trends.pace import SETTLED
 from tests.condition.synthetic import LAYERS, measured
 from tests.condition.test_documented_limits import PAGE, is_off, numbers
@@ -32,7 +32,7 @@ def test_the_limit_is_that_of_the_page(factor, off):
     line = next(line for line in PAGE.splitlines() if "how far above 1 `input_stable_rank` is" in line)
     step, *_ = numbers(line)
     (limit,) = numbers(line.rpartition(" | ")[2])
-    assert (step, limit) == (SETTLED, ALIKE)
+    assert (step, limit) == (SETTLED, MIN_SPREAD)
     assert is_off(COLLAPSED, inputs(c=0.0, head=factor * limit), start=SETTLED) == off
     assert not is_off(COLLAPSED, inputs(c=0.0, head=0.0), start=SETTLED - 1)
 
@@ -114,10 +114,10 @@ def test_a_deep_network_of_sigmoids_gives_one_answer_to_all(activation, norm, ex
     if expected:
         (verdict,) = (root for root in latest.roots if root.cause == COLLAPSED)
         first = re.search(r"from (\d+) on", verdict.sentence)[1]
-        assert latest.value("input_stable_rank", first) < 1 + ALIKE
+        assert latest.value("input_stable_rank", first) < 1 + MIN_SPREAD
 
 
-@pytest.mark.parametrize(("dimensions", "expected"), [(1, set()), (SEVERAL, {COLLAPSED})])
+@pytest.mark.parametrize(("dimensions", "expected"), [(1, set()), (SPREADING_INPUTS, {COLLAPSED})])
 def test_features_of_coordinates_may_lie_along_a_line(dimensions, expected):
     """As in a network that solves a differential equation; the same number in eight places is no coordinate."""
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def test_features_of_coordinates_may_lie_along_a_line(dimensions, expected):
         x = 2 * torch.rand(64, 1) - 1
         with training_step(probe, optimizer):
             (model(x.expand(-1, dimensions)) - torch.sin(3 * x)).square().mean().backward()
-    assert min(probe.latest.value("input_stable_rank", name) for name in ("2", "4", "6")) < 1 + ALIKE
+    assert min(probe.latest.value("input_stable_rank", name) for name in ("2", "4", "6")) < 1 + MIN_SPREAD
     assert {verdict.cause for verdict in probe.latest.verdicts} == expected
 
 

@@ -52,7 +52,7 @@ def test_one_layer_off_a_rule_is_held_against_the_rule(rule, layer, factor):
     given = by_rule(rule, **{layer: factor})
     found = rates(given)
     assert factors(given) == pytest.approx(dict.fromkeys("abcdef", 1.0) | {layer: factor})
-    assert found[layer].usual == pytest.approx(0.01 * RULES[rule](given["abcdef".index(layer)][0]))
+    assert found[layer].usual_lr == pytest.approx(0.01 * RULES[rule](given["abcdef".index(layer)][0]))
     assert rule_of(given) == ""
 
 
@@ -66,7 +66,7 @@ def test_a_rule_must_tell_layers_apart():
 
 def test_without_a_majority_rates_are_held_against_their_median():
     given = rated(0.001, 0.004, 0.002, 0.016, 0.008)
-    assert [rate.usual for rate in rates(given).values()] == pytest.approx([0.004] * 5)
+    assert [rate.usual_lr for rate in rates(given).values()] == pytest.approx([0.004] * 5)
 
 
 def test_learning_rates_of_zero_are_left_out():
@@ -95,7 +95,7 @@ def test_a_faulty_layer_in_layer_wise_decay_is_held_against_its_neighbours(layer
     """The geometric mean of the rates before and behind it is what a constant decay makes of it."""
     given = ladder(**{layer: factor})
     assert factors(given) == pytest.approx(dict.fromkeys("abcdef", 1.0) | {layer: factor})
-    assert rates(given)[layer].usual == pytest.approx({i.name: lr for i, lr in ladder()}[layer])
+    assert rates(given)[layer].usual_lr == pytest.approx({i.name: lr for i, lr in ladder()}[layer])
 
 
 def test_rates_that_fall_towards_the_readout_are_layer_wise_decay_upside_down():
@@ -107,7 +107,7 @@ def test_rates_that_fall_towards_the_readout_are_layer_wise_decay_upside_down():
 def test_a_faulty_layer_between_two_rates_is_no_layer_wise_decay():
     """Put where its neighbours say, it makes any three rates a ladder of two equal steps."""
     given = rated(0.001, 0.001, 1.0, 0.01, 0.01, 0.01, 0.01, 0.01, fans=((64, 64),))
-    assert rates(given)["c"].usual == 0.01
+    assert rates(given)["c"].usual_lr == 0.01
     assert rates(given)["c"].factor == pytest.approx(100)
 
 
@@ -191,13 +191,13 @@ def test_embeddings_beside_a_rule_of_fans_have_a_rate_of_their_own_whatever_it_i
 
 def test_embeddings_do_not_decide_what_is_usual():
     given = [table(1.0, "x"), table(1.0, "y"), table(1.0, "z"), *rated(*[0.01] * 3)]
-    assert [rates(given)[name].usual for name in "abcx"] == pytest.approx([0.01] * 4)
+    assert [rates(given)[name].usual_lr for name in "abcx"] == pytest.approx([0.01] * 4)
 
 
 def test_beside_fewer_than_three_matrices_embeddings_count():
     """Muon leaves embeddings and the readout to AdamW: two embeddings and a head at one rate, or at another."""
     given = [table(0.01, "tok"), table(0.01, "pos"), *rated(1.0)]
-    assert rates(given)["a"].usual == 0.01
+    assert rates(given)["a"].usual_lr == 0.01
 
 
 def two_rates(**steps):
@@ -215,7 +215,7 @@ def test_of_two_rates_that_are_about_as_frequent_the_one_with_healthy_steps_is_u
 
 def test_without_steps_the_more_frequent_rate_is_usual():
     assert two_rates() == set("aceg")
-    assert rates(rated(0.1, 0.001, 0.1, fans=((64, 64),), last="operator"))["b"].usual == 0.1
+    assert rates(rated(0.1, 0.001, 0.1, fans=((64, 64),), last="operator"))["b"].usual_lr == 0.1
 
 
 def test_a_rate_of_a_few_is_no_rival_however_healthy_its_steps():
@@ -230,7 +230,7 @@ def test_a_rate_of_three_quarters_of_the_layers_has_no_rival(many, few, usual):
     lrs = [0.001 if k % 3 == 1 and k < 3 * few else 0.1 for k in range(many + few)]
     given = rated(*lrs, fans=((64, 64),), last="operator")
     steps = {info.name: 6.0 if lr == 0.1 else 0.06 for info, lr in given}
-    assert {rate.usual for rate in rates(given, steps=steps).values()} == {usual}
+    assert {rate.usual_lr for rate in rates(given, steps=steps).values()} == {usual}
 
 
 def test_a_declared_factor_is_taken_out():
@@ -238,7 +238,9 @@ def test_a_declared_factor_is_taken_out():
     assert factors(given)["f"] == pytest.approx(100)
     assert factors(given, expected={"f": 100.0})["f"] == pytest.approx(1)
     found = rates(rated(*[0.01] * 6), expected={"f": 100.0})["f"]
-    assert (found.usual, found.factor) == (pytest.approx(1.0), pytest.approx(0.01)), "what deviates from it is judged"
+    assert (found.usual_lr, found.factor) == (pytest.approx(1.0), pytest.approx(0.01)), (
+        "what deviates from it is judged"
+    )
 
 
 def test_one_layer_is_never_the_rule_of_two_others():
@@ -281,7 +283,7 @@ def test_input_and_output_with_the_rate_of_biases_are_those_of_mup(ratio):
     lr = {"first": 0.001, "b": 0.001 / ratio, "c": 0.001 / ratio, "readout": 0.001}
     found = rates([(info, lr[info.name]) for info in infos], vectors=0.001)
     assert all(rate.factor == 1 for rate in found.values())
-    assert found["readout"].usual == pytest.approx(0.001 / ratio)
+    assert found["readout"].usual_lr == pytest.approx(0.001 / ratio)
     lr["b"] *= 100
     found = rates([(info, lr[info.name]) for info in infos], vectors=0.001)
     assert max(found, key=lambda name: found[name].factor) == "b", "a fault between them is still one"

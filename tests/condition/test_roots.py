@@ -55,7 +55,7 @@ def test_a_fault_in_the_settings_swallows_what_follows():
     assert list(roots) == [("b", "lr_too_large")]
     layers, consequences = roots["b", "lr_too_large"]
     assert (layers, set(consequences)) == (("b",), {"a", "c", "head"}), "the network is no layer that is disturbed"
-    assert rest == {(c.finding.layer, c.told.code): "b" for c in follow}
+    assert rest == {(c.finding.layer, c.explanation.code): "b" for c in follow}
 
 
 def test_two_faults_in_two_parameter_groups_are_two_roots():

@@ -80,7 +80,6 @@ def test_the_divisor_follows_from_the_family_the_fans_and_the_rates(of, rate, ra
     finding = found([ratio] * 5, of, lr=dict.fromkeys(ROLES, rate))
     assert finding.divisor == pytest.approx(divisor)
     assert (finding.width, finding.rate, finding.ratio) == pytest.approx((8.0, rate, ratio))
-    assert finding.layers == GROWN
     assert finding.measurements == 5
 
 
@@ -125,8 +124,8 @@ def test_numbers_below_a_million_have_no_exponent(value, digits, text):
 
 
 def test_layers_of_no_optimizer_have_no_name_in_common():
-    assert width_transfer._common([]) == width_transfer._common(["SGD", "Adam"]) == ""
-    assert width_transfer._common(["SGD", "SGD"]) == "SGD"
+    assert width_transfer._common_name([]) == width_transfer._common_name(["SGD", "Adam"]) == ""
+    assert width_transfer._common_name(["SGD", "SGD"]) == "SGD"
 
 
 def test_a_single_spike_is_no_finding():

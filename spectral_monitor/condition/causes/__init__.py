@@ -1,4 +1,4 @@
-"""Causes of findings, and remedies: a code, a sentence, and numbers."""
+"""Causes of findings and their remedies: a code, a sentence, and numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from spectral_monitor.condition.verdict import NETWORK
 
 __all__ = ["CAUSES", "NO_CAUSE", "Explanation", "History", "cause", "huge_at_start"]
 
-UNKNOWN = History()
+NO_HISTORY = History()
 
 
-def cause(finding: Finding, network: Network, history: History = UNKNOWN) -> Explanation:
+def cause(finding: Finding, network: Network, history: History = NO_HISTORY) -> Explanation:
     """Return the most certain explanation that fits.
 
     Args:
-        finding: what was seen.
+        finding: the finding to explain.
         network: all layers at the same measurement.
         history: the run up to that measurement.
 

@@ -1,4 +1,4 @@
-"""Codes of all causes, and explanations that carry one."""
+"""The codes of all causes, and explanations that carry one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy
 
 SIZE_OR_RATES = 'the size of the correction, or every learning rate if that is "lr",'
-"""What sets the size of steps under a correction whose settings are not known."""
+"""The setting that steps follow under a correction whose settings are unknown."""
 CAUSES = {
     "lr_zero": "its learning rate is 0 while others learn",
     "lr_too_large": "its learning rate is larger than that of the others",
@@ -56,7 +56,7 @@ CAUSES = {
     "attention_collapsed": "a head of attention has looked at a single key for long",
     "unknown": "none of the above",
 }
-"""Every code a verdict may carry."""
+"""Every code that a verdict may carry, with its meaning."""
 NO_CAUSE = "unknown"
 """The code of a finding without a known cause; it becomes a verdict only if the user chose the band or reference."""
 
@@ -66,20 +66,10 @@ class Explanation(NamedTuple):
 
     code: str  # key of :data:`CAUSES`
     sentence: str  # what is wrong and what to do
-    remedy: Remedy | None = None  # what to do, as data; ``None`` without advice
+    remedy: Remedy | None = None  # the advice as data; ``None`` without any
 
 
-def at_peak(row: Row, lr: float) -> float:
-    """Return what a present learning rate of a layer amounts to at the peak of the schedule."""
+def at_peak(row: Row, value: float) -> float:
+    """Return a present learning rate or step of a layer, scaled to the peak of its schedule."""
     scale = row.settings.peak / row.lr if row.lr else math.nan
-    return lr * scale if 0 < scale < math.inf else lr
-
-
-def number(value: float) -> str:
-    """Return a learning rate in up to three digits.
-
-    Example:
-        >>> number(0.001), number(0.00033333), number(20.0)
-        ('0.001', '0.000333', '20')
-    """
-    return f"{value:.3g}"
+    return value * scale if 0 < scale < math.inf else value

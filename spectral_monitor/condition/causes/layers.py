@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from spectral_monitor.condition.causes.explanation import NO_CAUSE, Explanation, at_peak, number
+from spectral_monitor.condition.causes.explanation import NO_CAUSE, Explanation, at_peak
 from spectral_monitor.condition.causes.network import ORDINARY
 from spectral_monitor.condition.causes.silent import cut_off, dead, left_out, lr_zero
 from spectral_monitor.condition.findings import SUSPECT, UPDATE_LIMIT, Finding
@@ -16,14 +16,14 @@ from spectral_monitor.fitting.medians import geometric_median
 
 HEAVY = 5.0
 """Weights that began this many times above or below the median explain a finding."""
-ALIKE = 1.05
+SAME = 1.05
 """Numbers that follow one rule differ by less than this factor."""
 SIMILAR = 3.0
-"""Updates within this factor of the others', in the natural norm, are like the others'."""
+"""Updates whose natural norms differ by less than this factor are similar."""
 MEMORY = 10_000
-"""Steps over which weight decay may remove a weight: about what published values amount to."""
+"""Steps over which weight decay may remove a weight, about as with published values."""
 COUPLED = 1e-4
-"""A usual weight decay where an optimizer like Adam adds it to the gradient."""
+"""A usual weight decay if an optimizer like Adam adds it to the gradient."""
 HARDLY_MOVES = 2e-4
 """Relative update, at the peak of the schedule, below which a layer hardly moves; fine-tuning at 1e-5 has 5e-4."""
 STILL = 0.1
@@ -32,57 +32,57 @@ STILL = 0.1
 
 def of_layer(finding: Finding, row: Row, network: Network) -> Explanation:
     """Return the first explanation that fits."""
-    for explanation in _BY_CHECK[finding.check]:
-        told = explanation(finding, row, network)
-        if told is not None:
-            return told
-    return Explanation(NO_CAUSE, f"{_what(finding)}; none of the known causes fits")
+    for explain in _BY_CHECK[finding.check]:
+        if (explanation := explain(finding, row, network)) is not None:
+            return explanation
+    return Explanation(NO_CAUSE, f"{_deviation(finding)}; none of the known causes fits")
 
 
-def _what(finding: Finding) -> str:
-    """Describe a finding on its own, without a cause."""
+def _deviation(finding: Finding) -> str:
+    """Describe how far a layer deviates from the reference."""
     noun = "update" if finding.quantity.startswith("update") else "weights"
     size = f"{short(1 / finding.ratio)}x smaller" if finding.ratio < 1 else f"{short(finding.ratio)}x larger"
     return f"{noun} {size} than {finding.against}"
 
 
 def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    """Explain by a learning rate that stands out from those of the others, or from the profile's."""
+    """Explain by a learning rate that differs from those of the others, or from the profile's."""
     rate = network.rates.get(row.name)
-    known = not math.isnan(finding.lr) and finding.check == "reference"  # the profile's
-    if rate is None or (rate.purpose and not known):
+    from_profile = not math.isnan(finding.lr)
+    if rate is None or (rate.purpose and not from_profile):
         return None
-    usual = finding.lr if known else rate.usual
-    factor = row.lr / usual
+    usual_lr = finding.lr if from_profile else rate.usual_lr
+    factor = row.lr / usual_lr
     large = factor >= SUSPECT
     if not (large or factor <= 1 / SUSPECT) or large != (finding.check == "exploding" or finding.ratio > 1):
         return None
-    mine, theirs = at_peak(row, row.lr), at_peak(row, usual)
-    whose = "the profile's" if known else "that of the other layers"
+    own_lr, advised_lr = at_peak(row, row.lr), at_peak(row, usual_lr)
+    reference = "the profile's" if from_profile else "that of the other layers"
     others = [network.rates[peer.name] for peer in network.peers_of(row) if peer.name in network.rates]
-    if not known and not all(math.isclose(usual, other.usual, rel_tol=0.05) for other in others):
-        whose = "by the rule of the others it would be"
-    code, seen = "lr_too_large" if large else "lr_too_small", f"its learning rate is {number(mine)}, {whose}"
-    judged = known or finding.check == "exploding" or row.name in network.expected
-    if not judged and (size := _like_the_others(row, network)):
+    if not from_profile and not all(math.isclose(usual_lr, other.usual_lr, rel_tol=0.05) for other in others):
+        reference = "by the rule of the others it would be"
+    code = "lr_too_large" if large else "lr_too_small"
+    comparison = f"its learning rate is {own_lr:.3g}, {reference} {advised_lr:.3g}"
+    certain = from_profile or finding.check == "exploding" or row.name in network.expected
+    if not certain and (size := _size_if_similar(row, network)):
         return Explanation(
             code,
-            f"{seen} {number(theirs)}; its update is {short(size)} times theirs in the natural norm, and would be "
+            f"{comparison}; its update is {short(size)} times theirs in the natural norm, and would be "
             f"{short(size / factor)} times at that rate: it may be meant, and then expected={{{row.name!r}: "
-            f"{number(factor)}}} says so",
+            f"{factor:.3g}}} says so",
         )
-    if not known and large and _others_hardly_move(row, network):
-        return Explanation(code, f"{seen} {number(theirs)}, with which they hardly move: use one of the two for all")
-    return Explanation(code, f"{seen} {number(theirs)}: use {number(theirs)}", Remedy("set_lr", (row.name,), theirs))
+    if not from_profile and large and _others_hardly_move(row, network):
+        return Explanation(code, f"{comparison}, with which they hardly move: use one of the two for all")
+    return Explanation(code, f"{comparison}: use {advised_lr:.3g}", Remedy("set_lr", (row.name,), advised_lr))
 
 
 def _vector_rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    usual = at_peak(row, finding.reference)
+    advised_lr = at_peak(row, finding.reference)
     return Explanation(
         "lr_too_large",
-        f"its learning rate is {number(at_peak(row, row.lr))}, that of matrices {number(usual)}, and a step may change "
-        f"its entries by {short(row.vector_step)}: use {number(usual)}",
-        Remedy("set_lr", (row.name,), usual),
+        f"its learning rate is {at_peak(row, row.lr):.3g}, that of matrices {advised_lr:.3g}, and a step may change "
+        f"its entries by {short(row.vector_step)}: use {advised_lr:.3g}",
+        Remedy("set_lr", (row.name,), advised_lr),
     )
 
 
@@ -97,43 +97,42 @@ def _at_usual_rate(row: Row, network: Network) -> list[Row]:
 
 
 def _others_hardly_move(row: Row, network: Network) -> bool:
-    """Return whether a layer takes ordinary steps, and those at the usual rate next to none: they may be at fault."""
+    """Return whether a layer takes ordinary steps but those at the usual rate hardly move: they may be at fault."""
     pace = geometric_median(at_peak(peer, peer.get("update_ratio")) for peer in _at_usual_rate(row, network))
     return pace < HARDLY_MOVES and at_peak(row, row.get("update_ratio")) < ORDINARY
 
 
-def _like_the_others(row: Row, network: Network) -> float:
-    """Return a layer's update over the median of layers at their usual rates, in the natural norm; 0 unless alike.
+def _size_if_similar(row: Row, network: Network) -> float:
+    """Return a layer's update over the median of layers at their usual rates, in the natural norm; 0 unless similar.
 
-    A learning rate that makes updates alike is what the spectral condition asks for.
+    The spectral condition asks for learning rates that make updates similar in this norm.
     """
     size = row.update / geometric_median(peer.update for peer in _at_usual_rate(row, network))
     return size if 1 / SIMILAR < size < SIMILAR else 0.0
 
 
 def _frobenius(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    """Explain by a rule that gives every layer a step in proportion to the Frobenius norm of its weights."""
+    """Explain by a rule that makes each layer's step proportional to the Frobenius norm of its weights."""
     if not _is_frobenius(network):
         return None
     share = row.get("update_fro") / row.get("weight_fro")
     return Explanation(
         "frobenius_rule",
-        f"{_what(finding)}: a step is {short(share)} of the Frobenius norm of the weights in every layer, as under "
-        "LARS and LAMB, which is off by the root of the smaller of fan_in and fan_out; divide learning rates by that",
+        f"{_deviation(finding)}: a step is {short(share)} of the Frobenius norm of the weights in every layer, as "
+        "under LARS and LAMB, which is off by the root of the smaller of fan_in and fan_out; divide learning rates by "
+        "that",
         Remedy("scale_lr", (row.name,), 1 / finding.ratio),
     )
 
 
 def _is_frobenius(network: Network) -> bool:
-    """Return whether layers of different shapes share one relative update in the Frobenius norm, but not in the
-    natural norm.
-    """
+    """Return whether layers share one update-to-weight ratio in the Frobenius norm but differ in the natural norm."""
     rows = [row for row in network.peers if row.get("update_fro") > 0 and row.get("weight_fro") > 0]
     if len({min(row.info.fan_in, row.info.fan_out) for row in rows}) < 2 or len({row.info.fan_in for row in rows}) < 2:
-        return False  # with as many inputs everywhere, the first step of Adam looks like this too
+        return False  # if all layers have the same number of inputs, the first step of Adam looks like this too
     ratios = [row.get("update_fro") / row.get("weight_fro") for row in rows]
     sizes = [row.get("update_natural") for row in rows]
-    return len(rows) > 2 and max(ratios) < ALIKE * min(ratios) and max(sizes) > ALIKE * min(sizes)
+    return len(rows) > 2 and max(ratios) < SAME * min(ratios) and max(sizes) > SAME * min(sizes)
 
 
 def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
@@ -145,13 +144,12 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if finding.check == "reference" and large == (finding.ratio > 1):
         return None  # under most optimizers heavy weights get small updates, not large ones
     size = short(max(factor, 1 / factor))
+    code, advice = "weights_too_small", f"smaller than typical: multiply them by {size}"
     if large:
-        code, how = "weights_too_large", f"larger than typical: divide them by {size}"
+        code, advice = "weights_too_large", f"larger than typical: divide them by {size}"
         if row.info.role == "readout":
-            code, how = "readout_init", f"{how}, or begin with 0"
-    else:
-        code, how = "weights_too_small", f"smaller than typical: multiply them by {size}"
-    return Explanation(code, f"its weights began {size}x {how}", Remedy("scale_weights", (row.name,), 1 / factor))
+            code, advice = "readout_init", f"{advice}, or begin with 0"
+    return Explanation(code, f"its weights began {size}x {advice}", Remedy("scale_weights", (row.name,), 1 / factor))
 
 
 def _embedding(finding: Finding, row: Row, network: Network) -> Explanation | None:
@@ -160,13 +158,13 @@ def _embedding(finding: Finding, row: Row, network: Network) -> Explanation | No
         return None
     target = 1.0 if size > 1 else 0.02
     if finding.check == "exploding" and finding.value * size >= target * UPDATE_LIMIT:
-        return None  # with the usual entries its steps would be too large for them as well
-    how = f"divide its initial weights by {short(size / target)}"
+        return None  # its steps would be too large for entries of the usual size as well
+    advice = f"divide its initial weights by {short(size / target)}"
     if size < target:
-        how = f"multiply its initial weights by {short(target / size)}"
+        advice = f"multiply its initial weights by {short(target / size)}"
     return Explanation(
         "embedding_scale",
-        f"the entries of its largest row are about {short(size)}, where 0.02 to 1 is usual: {how}",
+        f"the entries of its largest row are about {short(size)}, where 0.02 to 1 is usual: {advice}",
         Remedy("scale_weights", (row.name,), target / size),
     )
 
@@ -186,7 +184,7 @@ def _theory(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if finding.quantity != "weight_natural" or finding.against != "the theory's":
         return None
     if row.get("drift_ratio") > MOVED:
-        return Explanation("weights_grown", f"{_what(finding)}: grown since the start by its updates")
+        return Explanation("weights_grown", f"{_deviation(finding)}: grown since the start by its updates")
     fan_in, fan_out = row.info.fan_in, row.info.fan_out
     deviation = short(min(1.0, math.sqrt(fan_out / fan_in)) / math.sqrt(fan_in))
     code, size = "weights_too_small", f"{short(1 / finding.ratio)} times too small"
@@ -205,39 +203,38 @@ def _readout_width(finding: Finding, row: Row, network: Network) -> Explanation 
         return None
     return Explanation(
         "readout_width",
-        f"{_what(finding)}: under {row.settings.optimizer or 'SGD'} a readout's update grows with its "
+        f"{_deviation(finding)}: under {row.settings.optimizer or 'SGD'} a readout's update grows with its "
         f"{row.info.fan_in} inputs; begin with weights of 0, or give it a smaller learning rate",
     )
 
 
 def _vanishing(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    drift, middle = row.get("drift_ratio"), network.comparison.others("drift_ratio", row)
-    if finding.ratio > 1 or not drift < STILL * middle:
+    drift, median = row.get("drift_ratio"), network.comparison.others("drift_ratio", row)
+    if finding.ratio > 1 or not drift < STILL * median:
         return None
     return Explanation(
         "vanishing",
-        f"it has moved by {short(drift)} of its size since the start, the others by {short(middle)}: hardly any "
+        f"it has moved by {short(drift)} of its size since the start, the others by {short(median)}: hardly any "
         "gradient arrives; look at what follows it",
         Remedy("check", (row.name,)),
     )
 
 
 def _exploding(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    by = 10 * finding.value
+    divisor = 10 * finding.value
     return Explanation(
         "exploding",
         f"each step moves it by {short(finding.value)} of its own size, so each overwrites what the previous one "
-        f"learned: divide its learning rate by about {short(by)}",
-        Remedy("scale_lr", (row.name,), 1 / by),
+        f"learned: divide its learning rate by about {short(divisor)}",
+        Remedy("scale_lr", (row.name,), 1 / divisor),
     )
 
 
 def _grown(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    drift = row.get("drift_ratio")
     return Explanation(
         "exploding",
-        f"its weights have moved {short(drift)} times the size they began with, and stretch by {short(row.weight)}: "
-        "divide its learning rate by about 10",
+        f"its weights have moved {short(row.get('drift_ratio'))} times the size they began with, and stretch by "
+        f"{short(row.weight)}: divide its learning rate by about 10",
         Remedy("scale_lr", (row.name,), 0.1),
     )
 
@@ -251,15 +248,15 @@ def _rounding(finding: Finding, row: Row, network: Network) -> Explanation | Non
 
 
 def _logits(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    how = "divide the learning rate of its queries and keys by about 10, or normalize them (q/k norms)"
+    advice = "divide the learning rate of its queries and keys by about 10, or normalize them (q/k norms)"
     remedy = Remedy("scale_lr", (row.name,), 0.1)
     if network.corrected:  # the correction sets the learning rate
-        how = "this network wants smaller steps: give the correction a quarter of its size, or less"
+        advice = "this network wants smaller steps: give the correction a quarter of its size, or less"
         remedy = Remedy("check", (row.name,))
     return Explanation(
         "logits_exploding",
         f"its largest attention logit is {short(finding.value)}, {finding.against}: heads are about to look at a "
-        f"single key; {how}",
+        f"single key; {advice}",
         remedy,
     )
 
@@ -274,23 +271,25 @@ def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | No
 
 
 def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    """Explain by weight decay, and advise one that removes a weight over :data:`MEMORY` steps."""
-    decay = row.settings.weight_decay
-    rate = (at_peak(row, row.lr) or row.settings.peak) * row.multiplier
-    usual = (1.0 if row.settings.decoupled else 1 - row.settings.momentum) / (MEMORY * rate) if rate > 0 else decay
-    how = f"use about {{}}, with which it takes 1/{MEMORY} in a step"
-    if not row.settings.decoupled and row.settings.family != "sgd":
-        usual, how = COUPLED, "it is part of the gradient there, so use about {}, or AdamW with 0.01"
-    usual = float(f"{min(usual, decay / 10):.1g}")
-    done = f"has taken its weights down to {short(finding.ratio)} of the size they began with"
+    """Explain by weight decay, and advise a smaller one that removes a weight over :data:`MEMORY` steps."""
+    settings, decay = row.settings, row.settings.weight_decay
+    lr = (at_peak(row, row.lr) or settings.peak) * row.multiplier
+    advised = (1.0 if settings.decoupled else 1 - settings.momentum) / (MEMORY * lr) if lr > 0 else decay
+    advice = f"use about {{}}, with which it takes 1/{MEMORY} in a step"
+    if not settings.decoupled and settings.family != "sgd":
+        advised, advice = COUPLED, "it is part of the gradient there, so use about {}, or AdamW with 0.01"
+    advised = float(f"{min(advised, decay / 10):.1g}")
+    effect = f"has taken its weights down to {short(finding.ratio)} of the size they began with"
     if finding.quantity == "lr":
-        done = f"takes away {100 * finding.ratio:.0f} % of its weights in each step"
-    by = f", at {short(row.multiplier)} times its learning rate by the correction," if row.multiplier > 1 else ""
+        effect = f"takes away {100 * finding.ratio:.0f} % of its weights in each step"
+    correction = (
+        f", at {short(row.multiplier)} times its learning rate by the correction," if row.multiplier > 1 else ""
+    )
     return Explanation(
         "decay_too_large",
-        f"weight decay {number(decay)} of {row.settings.optimizer or 'its optimizer'}{by} {done}: "
-        + how.format(number(usual)),
-        Remedy("set_weight_decay", (row.name,), usual),
+        f"weight decay {decay:.3g} of {settings.optimizer or 'its optimizer'}{correction} {effect}: "
+        + advice.format(f"{advised:.3g}"),
+        Remedy("set_weight_decay", (row.name,), advised),
     )
 
 

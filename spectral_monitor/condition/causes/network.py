@@ -15,28 +15,28 @@ from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median, nanmax
 
 TOO_FAST = 20.0
-"""A learning rate is too large by about this times the root of the median layer's relative update: steps that are too
-large lead to larger ones, so updates grow faster than the rate.
+"""Learning rates are too large by about this times the square root of the median layer's relative update: steps that
+are too large lead to larger ones, so updates grow faster than the rate.
 """
 ORDINARY = 0.1
-"""Many healthy networks reach a relative update of this size in the median layer."""
+"""Many healthy networks reach this relative update of the median layer."""
 ONE_WAY = (0.7, 2.0)
-"""Distance from the start over the number of steps times the largest step. It is about 1 if all steps point one way.
-Above this range, steps that were not measured must have been larger.
+"""Range of the distance from the start over the number of steps times the largest step, if all steps point one way.
+Above it, steps that were not measured must have been larger.
 """
 SLOWEST = 0.05
-"""Healthy networks have this root of the fastest layer's relative update times the median layer's natural one."""
+"""A healthy geometric mean of the fastest layer's relative update and the natural norm of the median layer's."""
 FASTEST = 0.1
-"""Advice to raise every learning rate may bring the fastest layer to at most this relative update."""
+"""Largest relative update that the advice to raise learning rates may give the fastest layer."""
 MOST, MOST_UNEVEN = 100.0, 10.0
-"""The largest factor in such advice: under Adam, and under others, whose gradients grow with the features."""
+"""Largest factor in such advice: under Adam, and under optimizers whose updates grow with the gradients."""
 LARGE = 2.0
 """Weights that began this many times above the largest usual gain explain small steps."""
 MOSTLY_CLIPPED = 1 / 2
-"""Clipping that takes more than this part of gradients may be why steps are small."""
+"""Clipping to less than this part of the gradients may be why steps are small."""
 EMBEDDING_STEP = 0.5
-"""Embeddings whose largest row takes at most this natural step keep their rates where the others' are too large: with
-up to 0.4 development recipes end lower that way, with 1.2 higher.
+"""Embeddings whose largest row takes at most this natural step keep their rates if the others' are too large: with
+steps up to 0.4 development recipes then end lower, with 1.2 higher.
 """
 
 
@@ -44,25 +44,19 @@ class History(NamedTuple):
     """Facts about the run so far that explanations need."""
 
     pace: float = math.nan  # largest relative update of the median layer so far
-    first_pace: float = math.nan  # relative update of the median layer when it was first known
+    first_pace: float = math.nan  # first known relative update of the median layer
     large_outputs: str = ""  # first layer whose outputs were too large at the start; empty if there is none
     fastest: float = 0.0  # relative update of the fastest layer at the peak of its learning rate; 0 if none is known
-    bad_batch: bool = False  # whether outputs of all layers were once not finite though weights were in order
+    bad_batch: bool = False  # whether no layer's outputs were finite once although weights were
     huge_at_start: str = ""  # a sentence on outputs that were far too large before the first step; empty if none were
 
 
 def of_network(finding: Finding, network: Network, history: History) -> Explanation:
-    """Explain a finding on the network as a whole.
-
-    Args:
-        finding: what was seen.
-        network: all layers at the same measurement.
-        history: the run up to that measurement.
-    """
+    """Explain a finding on the network as a whole."""
     if finding.check in _SENTENCES:
-        code, sentence = _SENTENCES[finding.check]
-        told = sentence.format(finding=finding, size=short(finding.value), history=history)
-        return Explanation(code, told, Remedy("check"))
+        code, template = _SENTENCES[finding.check]
+        sentence = template.format(finding=finding, size=short(finding.value), history=history)
+        return Explanation(code, sentence, Remedy("check"))
     return _EXPLAINERS[finding.check](finding, network, history)
 
 
@@ -71,8 +65,8 @@ def _divisor(pace: float, least: float) -> float:
     return max(least, float(f"{TOO_FAST * math.sqrt(pace):.1g}")) if 0 < pace < math.inf else max(least, 10.0)
 
 
-def _far(finding: Finding, network: Network) -> str:
-    """Describe in words how far the network has moved."""
+def _symptom(finding: Finding, network: Network) -> str:
+    """Describe in words what steps that are too large have done."""
     if finding.quantity == "loss":
         return f"the loss is {finding.value:.2g} at step {network.step}, and {finding.against}"
     if finding.quantity == "loss_change_predicted":
@@ -87,37 +81,37 @@ def _rates(finding: Finding, network: Network, spared: tuple[str, ...] = ()) -> 
     if network.corrected:
         return SIZE_OR_RATES
     every = "every learning rate but those of embeddings" if spared else "every learning rate"
-    several = len({row.settings.owner for row in network.rows if row.settings.optimizer}) > 1
-    return f"{every} of the optimizer that trains {finding.layers[0]}" if finding.layers and several else every
+    owners = {row.settings.owner for row in network.rows if row.settings.optimizer}
+    return f"{every} of the optimizer that trains {finding.layers[0]}" if finding.layers and len(owners) > 1 else every
 
 
 def _spared(finding: Finding, network: Network) -> tuple[str, ...]:
-    """Return the embeddings that may keep their learning rates where steps are too large; all or none.
+    """Return the embeddings that may keep their learning rates although steps are too large; all or none.
 
-    What suits an embedding does not depend on the width of the network, and rows are rarely moved.
+    The best rate of an embedding does not depend on the width of the network, and each row rarely moves.
     """
     rows = [row for row in network.rows if not finding.layers or row.name in finding.layers]
     steps = {row.name: row.get("update_natural") * row.to_peak for row in rows if row.info.role == "embedding"}
     moved = {name: step for name, step in steps.items() if step > 0}
-    usual = all(step <= EMBEDDING_STEP for step in moved.values())
-    return tuple(moved) if usual and len(steps) < len(rows) and not network.corrected else ()
+    small = all(step <= EMBEDDING_STEP for step in moved.values())
+    return tuple(moved) if small and len(steps) < len(rows) and not network.corrected else ()
 
 
 def _too_large(finding: Finding, network: Network, history: History) -> Explanation:
-    seen, pace = _far(finding, network), history.pace
+    symptom, pace = _symptom(finding, network), history.pace
     low, high = ONE_WAY
     if finding.quantity == "drift_ratio" and 0 < pace < ORDINARY and low < finding.value / (pace * network.step) < high:
         return Explanation(
             "one_direction",
-            f"{seen}, by steps of ordinary size ({short(pace)} of the weights) that all point one way: gradients that "
-            "are not cleared, several steps for each batch, or targets or rewards far larger than the outputs",
+            f"{symptom}, by steps of ordinary size ({short(pace)} of the weights) that all point one way: gradients "
+            "that are not cleared, several steps for each batch, or targets or rewards far larger than the outputs",
             Remedy("check"),
         )
-    by, spared = _divisor(pace, 3.0), _spared(finding, network)
+    divisor, spared = _divisor(pace, 3.0), _spared(finding, network)
     return Explanation(
         "rates_too_large",
-        f"{seen}: steps are too large; divide {_rates(finding, network, spared)} by about {by:.0f}",
-        Remedy("scale_lr", finding.layers, 1 / by, spared),
+        f"{symptom}: steps are too large; divide {_rates(finding, network, spared)} by about {divisor:.0f}",
+        Remedy("scale_lr", finding.layers, 1 / divisor, spared),
     )
 
 
@@ -131,51 +125,51 @@ def _large_weights(finding: Finding, network: Network, history: History) -> Expl
 
 
 def _overshoots(finding: Finding, network: Network, history: History) -> Explanation:
-    top = nanmax(row.lr * row.to_peak for row in network.rows)  # what has been set, not what a schedule makes of it
-    rates = f" ({top:.2g} -> {top / finding.value:.2g})" if top > 0 else ""
+    peak = nanmax(row.lr * row.to_peak for row in network.rows)
+    change = f" ({peak:.2g} -> {peak / finding.value:.2g})" if peak > 0 else ""
     return Explanation(
         "global_lr_too_large",
         f"steps are {short(finding.value)} times as long as lowers the loss most, and from twice on it rises: divide "
-        f"every learning rate by about {short(finding.value)}{rates}",
+        f"every learning rate by about {short(finding.value)}{change}",
         Remedy("scale_lr", (), 1 / finding.value),
     )
 
 
 def _too_small(finding: Finding, network: Network, history: History) -> Explanation:
-    times = geometric_median(
+    relative_gain = geometric_median(
         network.initial_sizes.get(row.name, math.nan) for row in network.peers if not network.began_small(row)
     )
-    if times > LARGE:
-        began = times * GAINS[1]
+    if relative_gain > LARGE:
+        gain = relative_gain * GAINS[1]
         return Explanation(
             "weights_too_large",
             "steps are small beside the weights, of which most began large enough to multiply features by "
-            f"{short(began)} or more: divide initial weights by about {short(began / USUAL_GAIN)}",
-            Remedy("scale_weights", (), USUAL_GAIN / began),
+            f"{short(gain)} or more: divide initial weights by about {short(gain / USUAL_GAIN)}",
+            Remedy("scale_weights", (), USUAL_GAIN / gain),
         )
-    room = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
-    slow = [row for row in network.peers if not finding.layers or row.name in finding.layers]
-    even = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in slow)
-    most = MOST if even else MOST_UNEVEN
-    by = min(most, float(f"{max(min(SLOWEST / finding.value, room), 2.0):.1g}"))
-    # Others' steps do not depend on the size of gradients.
-    clipped = any(row.settings.family == "sgd" for row in slow) and network.clip_factor < MOSTLY_CLIPPED
+    limit = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
+    rows = [row for row in network.peers if not finding.layers or row.name in finding.layers]
+    normalized = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in rows)
+    most = MOST if normalized else MOST_UNEVEN
+    factor = min(most, float(f"{max(min(SLOWEST / finding.value, limit), 2.0):.1g}"))
+    times = f"{factor:.0f} or more" if factor == most else f"about {factor:.0f}"
+    advice = f"multiply {_rates(finding, network)} by {times}"
+    # Only steps of SGD depend on the size of gradients.
+    if any(row.settings.family == "sgd" for row in rows) and network.clip_factor < MOSTLY_CLIPPED:
+        advice += f", or clip gradients less: they are {short(1 / network.clip_factor)} times smaller for it"
     return Explanation(
         "rates_too_small",
-        f"the largest steps so far have changed layers by about {short(finding.value)} of their size: multiply "
-        f"{_rates(finding, network)} by {f'{by:.0f} or more' if by == most else f'about {by:.0f}'}"
-        + f", or clip gradients less: they are {short(1 / network.clip_factor)} times smaller for it"
-        * clipped,
-        Remedy("scale_lr", finding.layers, by),
+        f"the largest steps so far have changed layers by about {short(finding.value)} of their size: {advice}",
+        Remedy("scale_lr", finding.layers, factor),
     )
 
 
 def _warmup(finding: Finding, network: Network, history: History) -> Explanation:
-    whose = [row.settings for row in network.rows if row.settings.reached == finding.value and not row.settings.frozen]
-    top = max(its.peak for its in whose)
+    trained = (row.settings for row in network.rows if not row.settings.frozen)
+    peak = max(settings.peak for settings in trained if settings.reached == finding.value)
     return Explanation(
         "warmup_too_long",
-        f"when training ends the learning rate will only have come to {top:.2g} ({top / finding.value:.2g} is set): "
+        f"when training ends the learning rate will only have come to {peak:.2g} ({peak / finding.value:.2g} is set): "
         "its warm-up is longer than training, as one that is meant for batches and stepped after each epoch",
         Remedy("check"),
     )
@@ -191,30 +185,32 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
         )
     if history.huge_at_start:
         return Explanation("diverged", history.huge_at_start, Remedy("check"))
-    by = _divisor(history.first_pace, 10.0)
+    divisor = _divisor(history.first_pace, 10.0)
     return Explanation(
         "diverged",
         "weights, updates or outputs are NaN or inf, or so large that they soon will be: go back to a checkpoint and "
-        f"divide {_rates(finding, network)} by {by:.0f}",
-        Remedy("scale_lr", (), 1 / by),
+        f"divide {_rates(finding, network)} by {divisor:.0f}",
+        Remedy("scale_lr", (), 1 / divisor),
     )
 
 
 def _eps(finding: Finding, network: Network, history: History) -> Explanation:
     eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
     if network.clip_factor < 1 < network.over_eps:
-        times, remedy = short(1 / network.clip_factor), Remedy("check")
-        how = f"clipping makes gradients {times} times smaller, and eps {eps:g} is larger than what is left: clip less"
+        clip, remedy = short(1 / network.clip_factor), Remedy("check")
+        advice = (
+            f"clipping makes gradients {clip} times smaller, and eps {eps:g} is larger than what is left: clip less"
+        )
     elif eps <= 1e-8:
         remedy = Remedy("set_eps", (), 1e-15)
-        how = f"gradients are smaller than eps {eps:g}; multiply the loss by 1000 or more, or use eps 1e-15"
+        advice = f"gradients are smaller than eps {eps:g}; multiply the loss by 1000 or more, or use eps 1e-15"
     else:
         remedy = Remedy("set_eps", (), 1e-8)
-        how = f"eps {eps:g} is larger than the gradients; use 1e-8"
+        advice = f"eps {eps:g} is larger than the gradients; use 1e-8"
     return Explanation(
         "eps",
         f"entries move by {short(finding.value)} of the learning rate, where Adam moves them by 0.3 to 1 in the first "
-        f"steps: {how}",
+        f"steps: {advice}",
         remedy,
     )
 
@@ -230,24 +226,23 @@ def _momentum(finding: Finding, network: Network, history: History) -> Explanati
 
 
 def _ntk(finding: Finding, network: Network, history: History) -> Explanation:
-    seen = "hidden layers hardly learn while the readout does, the more so the wider they are"
+    effect = "hidden layers hardly learn while the readout does, the more so the wider they are"
+    sentence = (
+        f"weights have entries of size 1, so the forward pass divides by sqrt(fan_in): {effect}; divide by fan_in at "
+        "the readout, and multiply learning rates by the width"
+    )
     if network.ntk_rates:
-        how = f"learning rates go with 1/fan_in, under SGD: {seen}; make them proportional to fan_out/fan_in"
-    else:
-        how = (
-            f"weights have entries of size 1, so the forward pass divides by sqrt(fan_in): {seen}; divide by fan_in at "
-            "the readout, and multiply learning rates by the width"
-        )
-    return Explanation("ntk_scaling", how, Remedy("check"))
+        sentence = f"learning rates go with 1/fan_in, under SGD: {effect}; make them proportional to fan_out/fan_in"
+    return Explanation("ntk_scaling", sentence, Remedy("check"))
 
 
 def _readout(finding: Finding, network: Network, history: History) -> Explanation:
-    part = short(100 * min(finding.value, 1.0))  # more where hidden layers raise the loss
+    percent = short(100 * min(finding.value, 1.0))  # above 100 if hidden layers raise the loss
     return Explanation(
         "readout_takes_all",
-        f"the readout takes {part} % of what a step takes off the loss, for long: hidden layers hardly learn features; "
-        "give them larger learning rates or the readout a smaller one, and standardize targets that are far larger "
-        "than the outputs begin",
+        f"the readout takes {percent} % of what a step takes off the loss, for long: hidden layers hardly learn "
+        "features; give them larger learning rates or the readout a smaller one, and standardize targets that are far "
+        "larger than the outputs begin",
         Remedy("check"),
     )
 
@@ -302,7 +297,7 @@ _SENTENCES = {
         "binary_cross_entropy_with_logits take logits, nll_loss and ctc_loss take the outputs of log_softmax",
     ),
 }
-"""Check -> its only cause, and a sentence on it; no setting of the optimizer is the remedy."""
+"""Check -> its only cause, and a sentence on it; the remedy is no setting of the optimizer."""
 
 _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_large": _too_large,

@@ -6,7 +6,7 @@ import math
 import statistics
 from itertools import takewhile
 
-from spectral_monitor.condition.causes.explanation import Explanation, at_peak, number
+from spectral_monitor.condition.causes.explanation import Explanation, at_peak
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.left_out import OTHERS
@@ -14,62 +14,58 @@ from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.messages import some
 
-NAMES = 3
-"""Parameters that a sentence names."""
+MAX_NAMES = 3
+"""Largest number of parameters that a sentence names."""
 
 
 def lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
-    """Explain by a learning rate of 0 where others learn."""
+    """Explain by a learning rate of 0 while others learn."""
     if row.lr != 0:
         return None
     others = [at_peak(other, other.lr) for other in network.peers_of(row) or network.peers if other.lr > 0]
     if not others:
         return None
-    usual = statistics.median_high(others)
+    median = statistics.median_high(others)
     return Explanation(
         "lr_zero",
-        f"its learning rate is 0 while others learn at {number(usual)}: use that, or freeze it with "
-        "requires_grad_(False)",
-        Remedy("set_lr", (row.name,), usual),
+        f"its learning rate is 0 while others learn at {median:.3g}: use that, or freeze it with requires_grad_(False)",
+        Remedy("set_lr", (row.name,), median),
     )
 
 
 def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain an update of 0; in a chain of dead layers, blame the last one whose bias is dead too."""
-    look = Remedy("check", (row.name,))
-    if row.get("lost") > 0 and row.settings.resolution < 1e-4:  # in float32
-        return Explanation(
-            "rounding",
-            "gradients arrive, but its updates are lost even in float32: the loss hardly depends on it any more, as "
-            "where a softmax behind it is saturated, or its learning rate is next to 0",
-            look,
-        )
+    check = Remedy("check", (row.name,))
     if row.get("lost") > 0:
-        return Explanation(
-            "rounding",
+        sentence = (
             "gradients arrive, but its updates are lost, most likely as too small for the precision of its weights: "
-            "keep them in float32",
-            look,
+            "keep them in float32"
         )
-    still = [other for other in network.rows if not other.has_gradient and other.lr != 0]
-    if row not in still:
+        if row.settings.resolution < 1e-4:  # in float32
+            sentence = (
+                "gradients arrive, but its updates are lost even in float32: the loss hardly depends on it any more, "
+                "as where a softmax behind it is saturated, or its learning rate is next to 0"
+            )
+        return Explanation("rounding", sentence, check)
+    without_gradient = [other for other in network.rows if not other.has_gradient and other.lr != 0]
+    if row not in without_gradient:
         return Explanation("unmoved", "a learning rate but no update: no gradient arrives, or one of exactly nothing")
-    zeros = [other.name for other in still if other.get("weight_natural") == 0]
+    zeros = [other.name for other in without_gradient if other.get("weight_natural") == 0]
     if row.name in zeros and len(zeros) > 1:
         others = " and ".join(name for name in zeros if name != row.name) if len(zeros) < 4 else "others"
         return Explanation(
             "dead",
             f"its weights are all 0, and so are those of {others}: neither of two factors that are 0 gets a gradient; "
             "draw one of them",
-            look,
+            check,
         )
-    if len(still) == len(network.rows):
+    if len(without_gradient) == len(network.rows):
         return Explanation(
             "dead", "no layer gets a gradient: the loss does not depend on them, is exactly 0, or one is dead"
         )
     if _gives_zeros(row):
         return Explanation("dead_input", "its inputs are all zero: the layer before it is dead, or it is given zeros")
-    chain = takewhile(lambda other: other in still, network.rows[network.rows.index(row) :])
+    chain = takewhile(lambda other: other in without_gradient, network.rows[network.rows.index(row) :])
     blamed = [other for other in chain if not _bias_has_gradient(other, network) and not _gives_zeros(other)]
     if row not in blamed:
         return Explanation(
@@ -77,13 +73,13 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
         )
     if blamed[-1] is not row:
         return Explanation("dead_above", f"a later layer ({blamed[-1].name}) is dead and lets no gradient through")
-    size = network.vectors.get(f"{row.name}.bias", row).get("weight_natural")
-    never = f" (biases of size {short(size)})" if size > 10 else ""
+    bias = network.vectors.get(f"{row.name}.bias", row).get("weight_natural")
+    bias_size = f" (biases of size {short(bias)})" if bias > 10 else ""
     return Explanation(
         "dead",
-        f"no gradient reaches its weights: its outputs are cut off, as by a ReLU that never opens{never}, or detached; "
-        "initialise it again",
-        look,
+        f"no gradient reaches its weights: its outputs are cut off, as by a ReLU that never opens{bias_size}, or "
+        "detached; initialise it again",
+        check,
     )
 
 
@@ -99,15 +95,15 @@ def cut_off(finding: Finding, row: Row, network: Network) -> Explanation | None:
 
 def left_out(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain why a layer is not trained although others in equal places are."""
-    seen, how = "no optimizer holds it", "pass it to the optimizer"
+    reason, advice = "no optimizer holds it", "pass it to the optimizer"
     if row.settings.forgotten:
-        seen = f"gradients arrive, but {seen}"
+        reason = f"gradients arrive, but {reason}"
     if row.settings.frozen:
-        seen, how = "it is frozen", f"set requires_grad_(True), and {how}"
+        reason, advice = "it is frozen", f"set requires_grad_(True), and {advice}"
     trained = "others are" if finding.against == OTHERS else f"most of {finding.against} are"
     return Explanation(
         "left_out",
-        f"{seen} and it has never moved, though {trained} trained: {how}",
+        f"{reason} and it has never moved, though {trained} trained: {advice}",
         Remedy("check", (row.name,)),
     )
 
@@ -115,17 +111,17 @@ def left_out(finding: Finding, row: Row, network: Network) -> Explanation | None
 def forgotten(network: Network) -> Explanation:
     """Explain by parameters other than matrices that no optimizer holds."""
     names = network.forgotten
-    they, have = ("it", "it has") if len(names) == 1 else ("them", "they have")
+    them, they_have = ("it", "it has") if len(names) == 1 else ("them", "they have")
     return Explanation(
         "left_out",
-        f"gradients arrive at {some(names, NAMES)}, but no optimizer holds {they} and {have} never moved, though "
-        f"others are trained: pass {they} to the optimizer, or freeze {they} with requires_grad_(False)",
+        f"gradients arrive at {some(names, MAX_NAMES)}, but no optimizer holds {them} and {they_have} never moved, "
+        f"though others are trained: pass {them} to the optimizer, or freeze {them} with requires_grad_(False)",
         Remedy("check"),
     )
 
 
 def _gives_zeros(row: Row) -> bool:
-    """Return whether outputs are all zero although weights are not, so that inputs must be zero."""
+    """Return whether outputs are all zero although weights are not, because inputs are zero."""
     return row.get("feature_rms") == 0 and row.get("weight_natural") > 0
 
 

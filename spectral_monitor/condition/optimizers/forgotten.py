@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 
 class Forgotten:
-    """Finds parameters that get gradients, though no optimizer holds them and nothing has changed them.
+    """Finds parameters that get gradients although no optimizer holds them and nothing has changed them.
 
     Args:
-        parameters: all that are to be watched, by name.
+        parameters: all parameters to watch, by name.
 
     Example:
         >>> import torch
@@ -28,10 +28,10 @@ class Forgotten:
 
     def names(self, optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
         """Return their names, in the order of the model; only reads."""
-        held = {id(p) for some in optimizers for group in some.param_groups for p in group["params"]}
-        # Code that sets a parameter in place, such as an update written by hand, counts as an optimizer.
+        optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        # Code that changes a parameter in place, such as an update written by hand, counts as an optimizer.
         return tuple(
             name
             for name, (p, version) in self._at_start.items()
-            if p.requires_grad and p.grad is not None and id(p) not in held and p._version == version
+            if p.requires_grad and p.grad is not None and id(p) not in optimized and p._version == version
         )

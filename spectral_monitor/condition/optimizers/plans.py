@@ -1,4 +1,4 @@
-"""Learning-rate schedules, run ahead before training begins."""
+"""Learning-rate schedules, run ahead of training."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ from spectral_monitor.fitting.medians import nanmax
 from spectral_monitor.state.muted_warnings import muted_warnings
 
 FADED = 2e-3
-"""Below this part of the highest learning rate hardly anything is learned."""
+"""Below this part of the highest learning rate a network hardly learns."""
 FINAL = 0.02
 """Healthy schedules stay above this part of the highest learning rate for half of training; some end at 0.01 of it."""
 CALLS = 32
-"""Schedules with fewer values are too short to end too early."""
+"""With fewer values than this, a schedule is too short to judge when it ends."""
 
 
 class Plan(NamedTuple):
     """The course of the learning rate of a parameter group."""
 
-    first: float  # the rate before training
-    highest: float  # the highest rate of the schedule
+    first: float  # rate before training
+    highest: float  # highest rate of the schedule
     rises: bool = False  # whether it is known to be still rising when training ends
-    # the part of training after which it is next to 0 for good; 1 if it never is, or that is not known
-    lasts: float = 1.0
+    lasts: float = 1.0  # part of training after which it stays next to 0; 1 if it does not or that is unknown
 
     @classmethod
     def of(cls, rates: Sequence[float]) -> Plan:
         """Return the plan of a schedule with these learning rates."""
         highest = max(rates)
-        working = max((k for k, rate in enumerate(rates) if rate > FINAL * highest), default=len(rates) - 1)
-        long = len(rates) >= CALLS
-        return cls(rates[0], highest, rates[0] < rates[-1] == highest, (working + 1) / len(rates) if long else 1.0)
+        last = max((k for k, rate in enumerate(rates) if rate > FINAL * highest), default=len(rates) - 1)
+        lasts = (last + 1) / len(rates) if len(rates) >= CALLS else 1.0
+        return cls(rates[0], highest, rates[0] < rates[-1] == highest, lasts)
 
 
 class LookAhead:
-    """A scheduler's copy that runs ahead of it, with a stand-in for its optimizer.
+    """A copy of a scheduler that runs ahead of it, with a stand-in for its optimizer.
 
-    Options of groups do not tell where learning rates go: a schedule whose function returns learning rates, such as
-    that of the first transformer, says 1.
+    The options of groups do not tell where learning rates go: the base rate is 1 if a schedule's function returns
+    learning rates, as that of the first transformer does.
     """
 
     def __init__(self, scheduler: LRScheduler, shared: Sequence[object] = ()) -> None:
@@ -59,18 +58,18 @@ class LookAhead:
         """
         groups = [{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in scheduler.optimizer.param_groups]
         self._groups = torch.optim.SGD([{**group, "lr": number(group["lr"], 0.0)} for group in groups], lr=1.0)
-        kept = {id(item): item for item in shared}
-        self._scheduler = copy.deepcopy(scheduler, {**kept, id(scheduler.optimizer): self._groups})
-        vars(self._scheduler)["verbose"] = False  # which prints every step before torch 2.7
+        uncopied = {id(item): item for item in shared}
+        self._scheduler = copy.deepcopy(scheduler, {**uncopied, id(scheduler.optimizer): self._groups})
+        vars(self._scheduler)["verbose"] = False  # before torch 2.7 it prints every step
 
     def plans(self, calls: int) -> list[Plan]:
         """Return the plan of each parameter group over a number of calls of the scheduler's ``step``.
 
         Raises:
-            Exception: the first call fails; where a later one does, the schedule has come to its end.
+            Exception: the first call fails; if a later one does, the schedule has ended.
         """
         rates = [self._rates()]
-        with muted_warnings():  # the stand-in takes no steps, which torch warns of
+        with muted_warnings():  # torch warns because the stand-in takes no steps
             for call in range(calls):
                 try:
                     self._scheduler.step()
@@ -79,19 +78,19 @@ class LookAhead:
                         raise
                     break
                 rates.append(self._rates())
-        return [Plan.of(course) for course in zip(*rates, strict=True)]
+        return [Plan.of(of_group) for of_group in zip(*rates, strict=True)]
 
     def _rates(self) -> list[float]:
         return [number(group["lr"], 0.0) for group in self._groups.param_groups]
 
 
 def number(value: object, missing: float = math.nan) -> float:
-    """Return a setting as a number, whatever an optimizer keeps it as."""
+    """Return a setting as a number, whether an optimizer keeps it as a number or a tensor."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else missing
     return float(value) if isinstance(value, int | float) else missing
 
 
 def highest_rate(group: Mapping[str, Any]) -> float:
-    """Return the highest learning rate that a group names, whether of now or of a schedule; NaN if it names none."""
+    """Return the highest learning rate among a group's options; NaN if it has none."""
     return nanmax(number(group.get(key)) for key in ("max_lr", "initial_lr", "lr"))

@@ -42,28 +42,29 @@ def describe(layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters
         >>> print(describe(infos, {"a": adam, "b": adam})[:47])
         one Adam rate for all matrices (standard parame
     """
-    held: dict[tuple[int, str, str], list[Rated]] = defaultdict(list)
+    groups: dict[tuple[int, str, str], list[Rated]] = defaultdict(list)
     for info in layers:
-        of = settings.get(info.name)
-        if of is not None and of.peak > 0 and not of.frozen and info.is_dense:
-            held[of.owner, of.family, of.optimizer].append((info, of.peak))
-    told = []
-    for (_, kind, optimizer), rated in held.items():
-        beside = rates(rated)
-        purposes = {rate.purpose: rate for rate in beside.values() if rate.purpose}
-        common = [item for item in rated if not beside[item[0].name].purpose]
-        sentence = _KINDS.get((kind, rule_of(common)), "") if len(common) > 1 else ""
+        setting = settings.get(info.name)
+        if setting is not None and setting.peak > 0 and not setting.frozen and info.is_dense:
+            groups[setting.owner, setting.family, setting.optimizer].append((info, setting.peak))
+    sentences = []
+    for (_, family, optimizer), rated in groups.items():
+        compared = rates(rated)
+        purposes = {rate.purpose: rate for rate in compared.values() if rate.purpose}
+        usual_layers = [item for item in rated if not compared[item[0].name].purpose]
+        sentence = _KINDS.get((family, rule_of(usual_layers)), "") if len(usual_layers) > 1 else ""
         if sentence:
-            told.append(sentence.format(optimizer=optimizer))
-        told += [f"{purpose} ({rate.lr / rate.usual:.3g} times the others')" for purpose, rate in purposes.items()]
-    return "; ".join(dict.fromkeys(told))
+            sentences.append(sentence.format(optimizer=optimizer))
+        for purpose, rate in purposes.items():
+            sentences.append(f"{purpose} ({rate.lr / rate.usual_lr:.3g} times the others')")
+    return "; ".join(dict.fromkeys(sentences))
 
 
 def relative_rates(layers: Sequence[Layer], settings: Mapping[str, Hyperparameters]) -> dict[str, float]:
     """Return the peak learning rate of each layer over the largest of its optimizer, if these differ on purpose.
 
-    Layer-wise decay, heads, new layers and adapters with a rate of their own are kept. Rates that follow a rule of
-    width (muP), or differ for no known reason, count as 1.
+    Layer-wise decay, heads, new layers and adapters with a rate of their own keep it. Rates that follow a rule of width
+    (muP), or differ for no known reason, count as 1.
 
     Args:
         layers: the measured layers, vectors included.
@@ -72,25 +73,25 @@ def relative_rates(layers: Sequence[Layer], settings: Mapping[str, Hyperparamete
     matrices: dict[tuple[int, str], list[Rated]] = defaultdict(list)
     vectors: dict[tuple[int, str], list[Rated]] = defaultdict(list)
     for layer in layers:
-        of = settings[layer.info.name]
-        if of.peak > 0 and not of.frozen:
-            held = vectors if layer.info.role == "vector" else matrices
-            held[of.owner, of.family].append((layer.info, of.peak))
-    found: dict[str, float] = {}
+        setting = settings[layer.info.name]
+        if setting.peak > 0 and not setting.frozen:
+            groups = vectors if layer.info.role == "vector" else matrices
+            groups[setting.owner, setting.family].append((layer.info, setting.peak))
+    relative: dict[str, float] = {}
     for key, rated in matrices.items():
-        judged = rates(rated)
-        usual = [(info, judged[info.name].usual) for info, _ in rated]
-        rule, middle = rule_of(usual), geometric_median(lr for _, lr in usual)
-        own: dict[str, float] = {}
-        for info, lr in rated:
-            rate = judged[info.name]
-            if not rule:  # the usual rates themselves are spread over depth
-                own[info.name] = rate.usual / middle
+        compared = rates(rated)
+        usual_lrs = [(info, compared[info.name].usual_lr) for info, _ in rated]
+        rule, median = rule_of(usual_lrs), geometric_median(lr for _, lr in usual_lrs)
+        factors: dict[str, float] = {}
+        for name, rate in compared.items():
+            if not rule:  # the usual rates themselves vary over depth
+                factors[name] = rate.usual_lr / median
             else:
-                own[info.name] = lr / rate.usual if rate.purpose and rule == "one rate" else 1.0
+                factors[name] = rate.lr / rate.usual_lr if rate.purpose and rule == "one rate" else 1.0
+        largest = max(factors.values())
         for info, lr in vectors[key]:
-            meant = rule in ("", "one rate") and 1 / ON_PURPOSE <= lr / middle <= ON_PURPOSE
-            own[info.name] = lr / middle if meant else 1.0
-        most = max(own[info.name] for info, _ in rated)
-        found |= {name: 1.0 if 1 / SAME <= factor / most <= SAME else factor / most for name, factor in own.items()}
-    return found
+            on_purpose = rule in ("", "one rate") and 1 / ON_PURPOSE <= lr / median <= ON_PURPOSE
+            factors[info.name] = lr / median if on_purpose else 1.0
+        for name, factor in factors.items():
+            relative[name] = 1.0 if 1 / SAME <= factor / largest <= SAME else factor / largest
+    return relative

@@ -1,7 +1,7 @@
-"""A profile: how large the natural norms of a tuned run were, layer by layer and step by step, in a JSON file.
+"""A profile: the natural norms of a tuned run, layer by layer and step by step, in a JSON file.
 
-Natural norms do not depend on width, so a narrow run that was tuned can serve as the reference of a wide one. The fans
-and the optimizer's settings say where it cannot: at another width, and with another kind of optimizer.
+Natural norms do not depend on width, so a narrow run that was tuned can be the reference of a wide one. The profile
+also has fans and settings of the optimizer, because its learning rates may not suit another width or optimizer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.measurement import DENSE, LayerInfo, Measurement
@@ -21,7 +21,7 @@ from spectral_monitor.messages import some
 
 FORMAT, VERSION = "spectral_monitor profile", 2
 READABLE = (1, 2)
-"""Versions that are read; 1 holds neither fans nor settings."""
+"""Versions that are read; version 1 has neither fans nor settings."""
 KEYS = ("weight_natural", "update_natural", "lr")
 EXACT, NUMBERS = ("optimizer", "family", "group"), ("peak", "eps", "momentum", "weight_decay")
 """Settings of each layer in a profile; numbers may be unknown."""
@@ -32,9 +32,8 @@ EXPECTED = (
 )
 
 
-@dataclass(frozen=True)
-class ProfilePoint:
-    """A point of the tuned run: one layer at one step."""
+class ProfilePoint(NamedTuple):
+    """The values of :data:`KEYS` of one layer at one step of the tuned run."""
 
     weight_natural: float
     update_natural: float
@@ -48,7 +47,7 @@ class Fans:
     Attributes:
         fan_in: inputs of one block; 1 for embeddings.
         fan_out: outputs of one block.
-        taps: matrices whose norms are added up, of a convolution; 1 for others.
+        taps: number of a convolution's matrices, whose norms are added up; 1 for others.
     """
 
     fan_in: int
@@ -65,12 +64,12 @@ class Fans:
         """
         if not info.is_dense:
             return cls(info.fan_in, info.fan_out)
-        entries = info.blocks * info.fan_in * info.fan_out  # more than there are, where blocks are not alike
+        entries = info.blocks * info.fan_in * info.fan_out  # an upper bound if blocks differ in size
         return cls(info.fan_in, info.fan_out, max(1, round(math.prod(info.shape) / max(1, entries))))
 
     @property
     def inputs(self) -> int:
-        """Entries that one output reads."""
+        """The number of inputs that one output reads."""
         return self.fan_in * self.taps
 
 
@@ -80,11 +79,11 @@ class Profile:
 
     Attributes:
         roles: layer -> role.
-        steps: layer -> steps it was measured at, rising.
-        points: layer -> what was measured there.
+        steps: layer -> steps at which it was measured, in rising order.
+        points: layer -> its norms and learning rate at these steps.
         fans: layer -> sizes of its matrices; empty if the file is of version 1.
-        settings: layer -> settings of its optimizer, as far as :data:`EXACT` and :data:`NUMBERS` go; without the layers
-            that none was known of.
+        settings: layer -> those settings of its optimizer that are in :data:`EXACT` and :data:`NUMBERS`; layers whose
+            optimizer was unknown are missing.
 
     Example:
         >>> points = (ProfilePoint(1.0, 0.1, 0.1), ProfilePoint(1.0, 0.001, 0.001))
@@ -104,10 +103,10 @@ class Profile:
     def at(self, step: int, layer: str) -> ProfilePoint:
         """Return the point of a layer at a step.
 
-        Between two steps logarithms are interpolated; before the first and beyond the last those hold.
+        Between two steps logarithms are interpolated; before the first and after the last their values hold.
 
         Raises:
-            KeyError: unknown layer, with the valid ones.
+            KeyError: the layer is unknown; the error lists the valid ones.
         """
         if layer not in self.roles:
             raise KeyError(f"the profile has no layer {layer!r}; layers: {', '.join(self.roles)}")
@@ -116,17 +115,16 @@ class Profile:
         if i in (0, len(steps)):
             return points[max(i - 1, 0)]
         share = (step - steps[i - 1]) / (steps[i] - steps[i - 1])
-        pairs = [(getattr(points[i - 1], key), getattr(points[i], key)) for key in KEYS]
-        return ProfilePoint(*(_between(*pair, share) for pair in pairs))
+        return ProfilePoint(*(_between(*pair, share) for pair in zip(points[i - 1], points[i], strict=True)))
 
     def covers(self, step: int, layer: str) -> bool:
-        """Return whether the tuned run was measured before and after a step, or at it."""
+        """Return whether a step lies within the measured steps of the tuned run."""
         steps = self.steps.get(layer, ())
         return bool(steps) and steps[0] <= step <= steps[-1]
 
     @property
     def lacks(self) -> str:
-        """A sentence on what cannot be judged with this profile and why; empty if nothing is missing.
+        """A sentence on what cannot be compared with this profile and why; empty if nothing is missing.
 
         Example:
             >>> Profile({}, {}, {}, fans={"head": Fans(8, 2)}).lacks
@@ -143,41 +141,40 @@ class Profile:
         """Refuse to be the reference of another model or of another kind of optimizer; widths may differ.
 
         Args:
-            layers: of the run that is to be judged.
-            settings: layer -> settings of its optimizer in that run; families that are not known are not compared.
+            layers: layers of the run to judge.
+            settings: layer -> settings of its optimizer in that run; unknown families are not compared.
 
         Raises:
-            ValueError: layers that are missing, have other roles, or are trained by an optimizer of another family,
-                by name.
+            ValueError: with the layers that are missing, have other roles, or are trained by an optimizer of another
+                family.
         """
-        here = {info.name: info.role for info in layers if info.is_matrix}
-        found = {
-            "only in the model": [name for name in here if name not in self.roles],
-            "only in the profile": [name for name in self.roles if name not in here],
+        roles = {info.name: info.role for info in layers if info.is_matrix}
+        differences = {
+            "only in the model": [name for name in roles if name not in self.roles],
+            "only in the profile": [name for name in self.roles if name not in roles],
             "of another role": [
                 f"{name} ({role}, in the profile {self.roles[name]})"
-                for name, role in here.items()
+                for name, role in roles.items()
                 if _kind(role) != _kind(self.roles.get(name, role))
             ],
         }
-        differing = [f"{what}: {some(names, MAX_NAMES)}" for what, names in found.items() if names]
-        if differing:
-            raise ValueError(f"the profile is of another model: {'; '.join(differing)}")
-        self._check_families(here, settings or {})
+        clauses = [f"{kind}: {some(names, MAX_NAMES)}" for kind, names in differences.items() if names]
+        if clauses:
+            raise ValueError(f"the profile is of another model: {'; '.join(clauses)}")
+        self._check_families(roles, settings or {})
 
-    def _check_families(self, names: Iterable[str], settings: Mapping[str, Hyperparameters]) -> None:
-        named, valid = [], set()
-        for name in names:
-            ours, theirs = settings.get(name), self.settings.get(name)
-            if ours and theirs and ours.family and theirs.family and ours.family != theirs.family:
-                named.append(f"{name} ({ours.optimizer}, family {ours.family!r})")
-                valid.add(f"{theirs.family!r} (the profile's {theirs.optimizer})")
-        if not named:
-            return
-        raise ValueError(
-            f"the profile is of another optimizer family: {some(named, MAX_NAMES)}; valid: {', '.join(sorted(valid))}, "
-            "or a profile of a run with this optimizer"
-        )
+    def _check_families(self, layers: Iterable[str], settings: Mapping[str, Hyperparameters]) -> None:
+        differing, valid = [], set()
+        for name in layers:
+            own, tuned = settings.get(name), self.settings.get(name)
+            if own and tuned and own.family and tuned.family and own.family != tuned.family:
+                differing.append(f"{name} ({own.optimizer}, family {own.family!r})")
+                valid.add(f"{tuned.family!r} (the profile's {tuned.optimizer})")
+        if differing:
+            raise ValueError(
+                f"the profile is of another optimizer family: {some(differing, MAX_NAMES)}; "
+                f"valid: {', '.join(sorted(valid))}, or a profile of a run with this optimizer"
+            )
 
 
 def _kind(role: str) -> str:
@@ -197,41 +194,42 @@ def save_profile(
 ) -> None:
     """Write the natural norms, learning rates, fans and optimizer settings of a run as JSON.
 
-    Values that are not finite, an update of 0, a learning rate that was multiplied by 0, and measurements of other
-    quantities are left out. Biases and gains are not part of it.
+    Values that are not finite, updates of 0, learning rates that were multiplied by 0, and measurements of other
+    quantities are left out. So are biases and gains.
 
     Args:
-        measurements: of one run, in any order.
-        path: is replaced if it exists.
-        settings: layer -> settings of its optimizer, for the family and what governs the size of its updates.
+        measurements: measurements of one run, in any order.
+        path: path of the file, which is replaced if it exists.
+        settings: layer -> settings of its optimizer; those that govern the size of its updates are saved.
 
     Raises:
-        ValueError: nothing measured, or never ``weight_natural``, ``update_natural`` and ``lr`` at one step; a matrix
-            that never had an update.
+        ValueError: there are no measurements, none has all of ``weight_natural``, ``update_natural`` and ``lr``, or a
+            matrix was never updated.
     """
-    given = list(measurements)
-    if not given:
+    all_measurements = list(measurements)
+    if not all_measurements:
         raise ValueError("a profile needs at least one measurement")
-    known = {key for m in given for key in m.values}
-    missing = [key for key in KEYS if key not in known]
+    quantities = {key for measurement in all_measurements for key in measurement.values}
+    missing = [key for key in KEYS if key not in quantities]
     if missing:
         raise ValueError(f"a profile needs {', '.join(KEYS)}; not measured: {', '.join(missing)}")
-    needed = {*KEYS, "lr_multiplier"} & known
-    taken = [m for m in given if m.values.keys() >= needed]
-    if not taken:
+    needed = {*KEYS, "lr_multiplier"} & quantities
+    complete = [measurement for measurement in all_measurements if measurement.values.keys() >= needed]
+    if not complete:
         raise ValueError(f"a profile needs {', '.join(sorted(needed))} at the same steps; give them one interval")
     layers: dict[str, dict[str, Any]] = {}
-    for m in sorted(taken, key=lambda m: m.step):
-        for i, info in enumerate(m.layers):
+    for measurement in sorted(complete, key=lambda measurement: measurement.step):
+        step, columns = measurement.step, measurement.values
+        for i, info in enumerate(measurement.layers):
             if not info.is_matrix:
                 continue
-            layer = layers.setdefault(info.name, _described(info, (settings or {}).get(info.name)))
-            values = [float(m.values[key][i]) for key in KEYS]
-            if "lr_multiplier" in m.values:  # what was scheduled, not what a correction made of it
-                multiplier = float(m.values["lr_multiplier"][i])
+            layer = layers.setdefault(info.name, _new_entry(info, (settings or {}).get(info.name)))
+            values = [float(columns[key][i]) for key in KEYS]
+            if "lr_multiplier" in columns:  # save the scheduled rate, without the correction
+                multiplier = float(columns["lr_multiplier"][i])
                 values[2] = values[2] / multiplier if multiplier else math.nan
-            if all(map(math.isfinite, values)) and values[1] > 0 and m.step not in layer["steps"][-1:]:
-                layer["steps"].append(m.step)
+            if all(map(math.isfinite, values)) and values[1] > 0 and step not in layer["steps"][-1:]:
+                layer["steps"].append(step)
                 for key, value in zip(KEYS, values, strict=True):
                     layer[key].append(value)
     idle = [name for name, layer in layers.items() if not layer["steps"]]
@@ -246,8 +244,8 @@ def save_profile(
     part.replace(target)  # never half a profile
 
 
-def _described(info: LayerInfo, setting: Hyperparameters | None) -> dict[str, Any]:
-    """Return a layer's entry in the file, before anything measured is added."""
+def _new_entry(info: LayerInfo, setting: Hyperparameters | None) -> dict[str, Any]:
+    """Return a layer's entry in the file, without measured values."""
     fans = Fans.of(info)
     entry: dict[str, Any] = {"role": info.role, "fan_in": fans.fan_in, "fan_out": fans.fan_out, "taps": fans.taps}
     if setting is not None and setting.optimizer:
@@ -258,10 +256,10 @@ def _described(info: LayerInfo, setting: Hyperparameters | None) -> dict[str, An
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile back; files of version 1 too, which :attr:`Profile.lacks` says what is missing from.
+    """Read a profile; :attr:`Profile.lacks` says what is missing from files of version 1.
 
     Raises:
-        ValueError: no such file, not a whole profile, or one of another version.
+        ValueError: there is no such file, or it is not a complete profile of a readable version.
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -285,10 +283,10 @@ def _parsed(layers: Mapping[str, Mapping[str, Any]], version: int) -> Profile:
         name: tuple(ProfilePoint(*map(float, values)) for values in zip(*(layer[key] for key in KEYS), strict=True))
         for name, layer in layers.items()
     }
-    for name, taken in steps.items():
-        if not taken or list(taken) != sorted(set(taken)) or len(taken) != len(points[name]):
+    for name, of_layer in steps.items():
+        if not of_layer or list(of_layer) != sorted(set(of_layer)) or len(of_layer) != len(points[name]):
             raise ValueError(f"the steps of {name} are none, not rising, or not as many as its values")
-        if not all(math.isfinite(getattr(p, key)) for p in points[name] for key in KEYS):
+        if not all(math.isfinite(value) for point in points[name] for value in point):
             raise ValueError(f"values of {name} are not finite")
     if not steps:
         raise ValueError("it has no layers")

@@ -1,4 +1,4 @@
-"""Attention over time: logits that grow out of bounds, and heads that look at a single key for long."""
+"""Attention over time: logits that grow without bound, and heads that attend to a single key for long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOGIT_LIMIT = 50.0
 GROWTH = 1.5
 """Logits are growing if they are this many times the smallest so far; those of a trained model may just be large."""
 ENTROPY_LIMIT = 0.05
-"""A head whose entropy is below this part of the maximum looks at one key."""
+"""A head whose entropy is below this part of the maximum attends to one key."""
 LONG = 8
 """Consecutive measurements with such a head that make a finding."""
 
@@ -38,8 +38,7 @@ class AttentionTrend(Memory):
                 high = LOGIT_LIMIT if logit > GROWTH * smallest else math.inf
                 against = f"grown from {smallest:.2g}"
                 yield Finding("logits_exploding", name, "attention_logit_max", logit, 1.0, (0.0, high), against=against)
-            if "attention_entropy_lowest" in measurement.values and entropy >= 0:
+            if (key := "attention_entropy_lowest") in measurement.values and entropy >= 0:
                 count = self.collapsed[name] = self.collapsed.get(name, 0) + 1 if entropy < ENTROPY_LIMIT else 0
                 band = (ENTROPY_LIMIT if count >= LONG else 0.0, math.inf)
-                key = "attention_entropy_lowest"
                 yield Finding("attention_collapsed", name, key, entropy, 1.0, band, AT_ONCE, "a healthy head")

@@ -13,21 +13,21 @@ from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.measurement import Measurement
 
 LEFT = 0.5
-"""Remaining part of a weight's initial Frobenius norm; at least 0.6 in healthy recipes after hundreds of steps."""
+"""Part of its initial Frobenius norm that a weight should keep; healthy recipes keep 0.6 after hundreds of steps."""
 FAST = 0.006
-"""Part of the norm that is lost in each step; less than 0.002 in 60 healthy recipes. Long runs lose as much of their
-weights, a hundred times as slowly.
+"""Part of its norm that a weight may lose in each step; less than 0.002 in 60 healthy recipes. Long runs lose as much
+of their weights, a hundred times as slowly.
 """
 SPAN = 8
 """Steps over which the loss of norm is averaged: a single step may shorten a small weight by as much."""
 TAKEN = 0.1
-"""Part of a weight that decay may take in a step; what gradients add is then forgotten after ten. Published settings
-take a thousandth at most.
+"""Part of a weight that decay may take in a step: ten steps then remove what gradients add. Published settings take at
+most a thousandth.
 """
 EXPLAINED = 1 / 3
-"""Part of that loss which decay must explain, if the settings tell how much it takes."""
+"""Part of the loss of norm that decay must explain, if the settings tell how much it takes."""
 TINY = 1e-300
-"""Stands for 0, which has no logarithm."""
+"""Replaces 0, which has no logarithm."""
 
 
 @dataclass
@@ -35,66 +35,65 @@ class DecayTrend(Memory):
     """Remembers the initial size of weights, and which of them have shrunk fast."""
 
     first: dict[str, float] = field(default_factory=dict)  # layer -> Frobenius norm of its weight
-    before: dict[str, list[float]] = field(default_factory=dict)  # layer -> [step, norm] where the present span begins
+    before: dict[str, list[float]] = field(default_factory=dict)  # layer -> [step, norm] at the start of its span
     fast: list[str] = field(default_factory=list)  # layers that have shrunk fast
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield what decay takes in a step if that is too much, else the remaining part of each weight that decays."""
-        rows = [row for row in network.rows if row.info.is_matrix and row.settings.weight_decay > 0]
-        too_much = {row.name: taken for row in rows if (taken := _decay_of_step(row)) > TAKEN}
+        rows = [row for row in network.rows if row.settings.weight_decay > 0]
+        taken = {row.name: _decay_of_step(row) for row in rows}
         for row in rows:
-            if row.name in too_much and row.is_trained:
+            if taken[row.name] > TAKEN and row.is_trained:
                 lr, against = _rate(row), "the rate at which decay takes the whole weight"
-                yield Finding("decay", row.name, "lr", lr, lr / too_much[row.name], (0.0, TAKEN), AT_ONCE, against)
+                yield Finding("decay", row.name, "lr", lr, lr / taken[row.name], (0.0, TAKEN), AT_ONCE, against)
         if "weight_fro" not in measurement.values:
             return
-        decaying = [row for row in rows if row.name not in too_much]
+        decaying = [row for row in rows if not taken[row.name] > TAKEN]
         for row in decaying:
-            self._look(row, network.step)
-        left = {row.name: self._left(row) for row in decaying}
-        fast = {name for name in self.fast if left.get(name, math.nan) < LEFT}
+            self._remember(row, network.step)
+        remaining = {row.name: self._remaining(row) for row in decaying}
+        fast = {name for name in self.fast if remaining.get(name, math.nan) < LEFT}
         # If decay is part of a normalized gradient, a weight that the loss hardly depends on shrinks by itself.
-        coupled = {row.name for row in decaying if math.isnan(_decay_of_step(row))}
+        coupled = {row.name for row in decaying if math.isnan(taken[row.name])}
         if 2 * len(fast & coupled) < len(coupled):
             fast -= coupled
         for row in decaying:
             name = row.name
-            if left[name] >= 0 and name not in network.from_zero:
-                band = (LEFT if name in fast else 0.0, math.inf)
-                value, first = row.get("weight_fro"), self.first[name]
-                yield Finding("decay", name, "weight_fro", value, first, band, 1.5, "it began with")
+            if remaining[name] >= 0 and name not in network.from_zero:
+                value, band = row.get("weight_fro"), (LEFT if name in fast else 0.0, math.inf)
+                yield Finding("decay", name, "weight_fro", value, self.first[name], band, 1.5, "it began with")
 
-    def _look(self, row: Row, now: int) -> None:
-        """Compare the size of a weight with that at the beginning of the span."""
+    def _remember(self, row: Row, step: int) -> None:
+        """Remember the size of a weight, and whether it has shrunk fast since the start of its span."""
         name, size = row.name, row.get("weight_fro")
         if not 0 <= size < math.inf:
             return
         self.first.setdefault(name, size)
-        step, before = self.before.setdefault(name, [now, size])
-        if now < step + SPAN:
+        start, before = self.before.setdefault(name, [step, size])
+        if step < start + SPAN:
             return
-        self.before[name] = [now, size]
-        lost = math.log(max(before, TINY) / max(size, TINY)) / (now - step)
-        if lost > FAST and _explains(row, lost) and name not in self.fast:
+        self.before[name] = [step, size]
+        shrinkage = math.log(max(before, TINY) / max(size, TINY)) / (step - start)
+        if shrinkage > FAST and _explains(row, shrinkage) and name not in self.fast:
             self.fast.append(name)
 
-    def _left(self, row: Row) -> float:
-        """Return the remaining part of a weight's initial size; NaN if it began at 0 or is not known."""
+    def _remaining(self, row: Row) -> float:
+        """Return the remaining part of a weight's initial size; NaN if that is 0 or unknown."""
         first = self.first.get(row.name, 0.0)
         return row.get("weight_fro") / first if first > 0 else math.nan
 
 
-def _explains(row: Row, lost: float) -> bool:
-    """Return whether decay may explain this loss of size in a step; what is not known counts as an explanation."""
+def _explains(row: Row, shrinkage: float) -> bool:
+    """Return whether decay may explain the part of its size that a weight loses in a step; true if that is unknown."""
     if not math.isnan(taken := _decay_of_step(row)):
-        return taken >= EXPLAINED * lost
-    # Decay is normalized with the gradient, so it must be as large as the gradient.
+        return taken >= EXPLAINED * shrinkage
+    # The optimizer normalizes decay with the gradient, so decay must be about as large as the gradient.
     entry = row.get("weight_fro") / math.sqrt(math.prod(row.info.shape))
     return not row.settings.weight_decay * entry < EXPLAINED * row.gradient_entry
 
 
 def _decay_of_step(row: Row) -> float:
-    """Return the part of a weight that decay takes in each step; NaN if decay is part of a normalized gradient.
+    """Return the part of a weight that decay takes in a step; NaN if decay is part of a normalized gradient.
 
     Under SGD momentum accumulates what decay adds to gradients.
     """
@@ -106,6 +105,6 @@ def _decay_of_step(row: Row) -> float:
 
 
 def _rate(row: Row) -> float:
-    """Return the present learning rate, with the correction's multiplier."""
-    rate = row.get("lr")
-    return row.settings.lr if math.isnan(rate) else rate
+    """Return the present learning rate, including the correction's multiplier."""
+    lr = row.get("lr")
+    return row.settings.lr if math.isnan(lr) else lr

@@ -1,4 +1,4 @@
-"""The loss as a sign of too large steps: it has risen again, or shorter steps would have lowered it further."""
+"""The loss as a sign of steps that are too large: it has risen again, or shorter steps would lower it further."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ RACING = 0.35
 """Few healthy networks reach this relative update of the median layer, and only in their first steps."""
 RETURN, SMALL_PART, PROGRESS = 3.0, 0.25, 0.9
 """A loss has returned if it is ``RETURN`` times the lowest so far and above ``SMALL_PART`` of the first. It has made no
-progress if it is above ``PROGRESS`` of the first. Only with large steps is the learning rate the cause: targets that
-move, as in reinforcement learning, have the same effect.
+progress if it is above ``PROGRESS`` of the first. The learning rate is the cause only if steps are large: moving
+targets, as in reinforcement learning, have the same effect.
 """
 EDGE, EDGES = 2.0, 5
 """Steps of this edge no longer lower the loss of their own batch; number of steps whose median counts.
 
-The edge stays below 1.3 in healthy networks, with momentum and small batches too. It is 2 where full batches make the
-rate settle there. Where gradients are not those of the loss (straight-through estimators, fixed targets) it may be 3 in
-healthy training, so the loss has to agree.
+The edge stays below 1.3 in healthy networks, also with momentum and small batches. With full batches it may settle at
+2. If gradients are not those of the loss (straight-through estimators, fixed targets) it may be 3 in healthy training,
+so the loss has to agree.
 """
 FEW_EDGES = 3
-"""With so many known edges whose median is below 1 steps are not too long, whatever the loss does: targets that have
-nothing to do with the inputs, or a decay that takes all weights away, keep it where it began.
+"""If the median of at least this number of known edges is below 1, steps are not too long, whatever the loss does:
+targets that do not depend on the inputs, or weight decay that removes all weights, keep it where it began.
 """
 MOST_OF_LOSS = 3.0
-"""Where steps would by their gradients lower a loss by this times itself, the gradient holds for a part of them only.
-Healthy networks stay below 1, the median over :data:`EDGES` measurements.
+"""If steps would by their gradients lower a loss by this times itself, the gradient holds for a part of each step only.
+The median over :data:`EDGES` measurements stays below 1 in healthy networks.
 """
 
 
 @dataclass
 class LossTrend(Memory):
-    """Remembers losses, how far beyond the best length the latest steps were, and what they promised."""
+    """Remembers losses, the edges of the latest steps, and the decreases that their gradients predict."""
 
     edges: list[list[float]] = field(default_factory=list)  # the latest known edges, each with its loss
-    losses: list[float] = field(default_factory=list)  # the first and the lowest, if they are known
-    promised: list[float] = field(default_factory=list)  # parts of the loss that the latest steps would take off it
-    signed: bool = False  # whether the loss was below 0, so that 0 is nothing special
+    losses: list[float] = field(default_factory=list)  # the first and the lowest, if known
+    promised: list[float] = field(default_factory=list)  # predicted decreases of the latest steps over the loss
+    signed: bool = False  # whether the loss was ever below 0, so that it need not end at 0
 
     def findings(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
         """Yield the findings on the loss, healthy or not.
@@ -62,7 +62,7 @@ class LossTrend(Memory):
     def _lost_ground(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
         """Compare the loss with the first and the lowest one, in a network whose steps are large.
 
-        With several optimizers losses may compete and need not fall. They are not to rise either.
+        With several optimizers losses may compete and need not fall; but they should not rise either.
         """
         loss = measurement.summary.get("loss", math.nan)
         if not self.losses and network.is_early and not math.isnan(loss):
@@ -71,10 +71,10 @@ class LossTrend(Memory):
             return
         first, lowest = self.losses
         edges = [edge for edge, _ in self.edges]
-        calm = len(edges) >= FEW_EDGES and statistics.median(edges) < 1
-        if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING and not calm:
-            least = (RETURN if len(network.parts) > 1 else PROGRESS) * first
-            limits = [(least, f"it began with {first:.2g} and should have fallen")]
+        short_steps = len(edges) >= FEW_EDGES and statistics.median(edges) < 1
+        if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING and not short_steps:
+            factor = RETURN if len(network.parts) > 1 else PROGRESS
+            limits = [(factor * first, f"it began with {first:.2g} and should have fallen")]
             if loss >= SMALL_PART * first:
                 limits.append((RETURN * lowest, f"it was {lowest:.2g} before"))
             limit, against = min(limits)
@@ -88,25 +88,24 @@ class LossTrend(Memory):
             self.edges = [*self.edges, [edge, loss]][-EDGES:]
         if len(self.edges) < EDGES:
             return
-        losses = [loss for _, loss in self.edges]
-        falls = max(losses[-2:]) < min(losses[:2])
         median = statistics.median(edge for edge, _ in self.edges)
-        if falls:
+        losses = [loss for _, loss in self.edges]
+        if max(losses[-2:]) < min(losses[:2]):
             median = min(median, 1.0)
         if median > 0:
             against = "the step after which the loss is lowest"
             yield Finding("global_lr_too_large", NETWORK, "edge", median, 1.0, (0.0, EDGE), 1.5, against)
 
     def _promising(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
-        """Yield the median part of the loss that the latest steps would take off it by their gradients.
+        """Yield the median predicted decrease of the latest steps over the loss.
 
         With several optimizers there may be several losses, of which only one is known.
         """
         change, loss = (measurement.summary.get(key, math.nan) for key in ("loss_change_predicted", "loss"))
         self.signed |= loss < 0
         if loss > 0 and not math.isnan(change):
-            part = float(f"{-change / loss:.6g}")  # checkpoints are to be small
-            self.promised = [*self.promised, part][-EDGES:]
+            decrease = float(f"{-change / loss:.6g}")  # in few digits, to keep checkpoints small
+            self.promised = [*self.promised, decrease][-EDGES:]
         if len(self.promised) < EDGES or self.signed or len(network.parts) > 1:
             return
         value = max(statistics.median(self.promised), 0.0)

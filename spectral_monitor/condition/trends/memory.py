@@ -1,4 +1,4 @@
-"""Memory of a trend: what it knows of earlier measurements, and how that is saved."""
+"""The memory of a trend: what it remembers of earlier measurements, and how that is saved."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 
 @dataclass
 class Memory:
-    """The fields of a trend, which are of plain types: dicts, lists, numbers, texts.
+    """The fields of a trend, which have plain types: dicts, lists, numbers, texts.
 
     Example:
         >>> @dataclass
         ... class Count(Memory):
-        ...     seen: int = 0
+        ...     steps: int = 0
         ...     name: str = ""
         >>> count = Count()
-        >>> count.load_state_dict({"seen": 3})
+        >>> count.load_state_dict({"steps": 3})
         >>> count.state_dict()
-        {'seen': 3}
+        {'steps': 3}
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered, in plain types; what is as at the start is left out."""
-        start = type(self)()
-        now = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {key: deepcopy(value) for key, value in now.items() if value != getattr(start, key)}
+        """Return the fields in plain types, without those that still have their initial values."""
+        initial = type(self)()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: deepcopy(value) for name, value in values.items() if value != getattr(initial, name)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which may hold more; what it lacks, if an older version saved it, is as at the start."""
-        start = type(self)()
-        for one in fields(self):
-            setattr(self, one.name, deepcopy(state.get(one.name, getattr(start, one.name))))
+        """Go on from a state, which may have more fields; those that it lacks get their initial values."""
+        initial = type(self)()
+        for field in fields(self):
+            setattr(self, field.name, deepcopy(state.get(field.name, getattr(initial, field.name))))

@@ -20,24 +20,24 @@ GROWN_LIMIT = 50.0
 GROWTH = 4.0
 """Outputs that were large from the start have grown if they are this many times as large."""
 DISTANCE_LIMIT = 37.5
-"""``loss_distance`` at the start over the size of the outputs, or over 1 if they are smaller; at most 2.3 in healthy
+"""``loss_distance`` at the start over the size of the outputs, or over 1 if that is smaller; at most 2.3 in healthy
 networks.
 """
 FEATURE_LEAST = 1e-4
 """RMS of the smallest outputs that leave the next matrix with small inputs; at least 0.0026 in healthy networks."""
 HEAVY = 5.0
-"""A gain that explains large outputs."""
+"""A gain above this explains large outputs."""
 
 
 @dataclass
 class OutputTrend(Memory):
     """Remembers the size of the outputs of layers at the first measurement."""
 
-    first: dict[str, float] = field(default_factory=dict)  # layer -> RMS of its features at the first measurement
-    smallest: float = 0.0  # of those that leave the next matrix with small inputs; 0 if none is known
-    late: bool = False  # whether training had gone on for a while by the first measurement
+    first: dict[str, float] = field(default_factory=dict)  # layer -> RMS of its outputs at the first measurement
+    smallest: float = 0.0  # of the outputs that leave the next matrix with small inputs; 0 if none is known
+    late: bool = False  # whether training had gone on for a while before the first measurement
     distance: float = 0.0  # first known distance of the outputs from what the loss asks for; 0 if none is known
-    large_outputs: str = ""  # the first layer whose outputs were far too large then; empty if there is none
+    large_outputs: str = ""  # first layer whose outputs were far too large at the first measurement; empty if none were
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the findings on outputs, healthy or not."""
@@ -55,13 +55,13 @@ class OutputTrend(Memory):
             self.smallest = min((x for row in starved if (x := row.get("feature_rms")) > 0), default=0.0)
             # After the beginning only the first layer counts, because inputs of the others may have grown.
             hidden = [row.name for row in network.peers if row.info.role == "operator"]
-            seen = [row for row in rows if row.name in hidden[:1]] if self.late else rows
-            self.large_outputs = next((row.name for row in seen if row.get("feature_rms") > FEATURE_LIMIT), "")
+            candidates = [row for row in rows if row.name in hidden[:1]] if self.late else rows
+            self.large_outputs = next((row.name for row in candidates if row.get("feature_rms") > FEATURE_LIMIT), "")
         if not self.first:
             return
-        own = network.row(self.large_outputs)
+        layer = network.row(self.large_outputs)
         bias = network.vectors.get(f"{self.large_outputs}.bias")
-        heavy = own is not None and own.gain > HEAVY  # then weights or bias are the cause, not inputs
+        heavy = layer is not None and layer.gain > HEAVY  # weights or bias are then the cause, not inputs
         heavy |= bias is not None and bias.get("weight_natural") > FEATURE_LIMIT / 2
         largest = self.first.get(self.large_outputs, 1.0 if self.late else max(self.first.values()))
         if not heavy and (network.fresh or not self.late):
@@ -71,7 +71,7 @@ class OutputTrend(Memory):
             yield Finding("features_vanish", NETWORK, "feature_rms", self.smallest, 1.0, band, 1.5, "usual")
 
     def targets(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
-        """Compare the distance that the loss asked outputs to move at the start with their usual size, 1."""
+        """Compare the distance that the loss asks outputs to move at the start with their usual size, 1."""
         distance = measurement.summary.get("loss_distance", math.nan)
         if not (self.distance or math.isnan(distance)) and network.is_early:
             sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]
@@ -81,7 +81,7 @@ class OutputTrend(Memory):
             yield Finding("targets", NETWORK, "loss_distance", self.distance, 1.0, band, AT_ONCE, "usual")
 
     def _growth(self, network: Network) -> Iterator[Finding]:
-        """Check the largest outputs of a hidden layer after the first steps: too large steps let them grow."""
+        """Check the largest outputs of a hidden layer after the first steps: steps that are too large let them grow."""
         if not self.first or network.is_early:
             return
         largest = nanmax(row.get("feature_rms") for row in network.moved_by_rate if row.info.role == "operator")

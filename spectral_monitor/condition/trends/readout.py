@@ -1,4 +1,4 @@
-"""The readout over time: how long it has taken nearly all of the decrease of the loss."""
+"""The readout over time: for how long it has taken nearly all of the decrease of the loss."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ class ReadoutTrend(Memory):
         self.count = self.count + 1 if share > LIMIT else 0
         self.since = measurement.step if self.count <= 1 else self.since
         lasts = self.count >= LONG and measurement.step - self.since >= STEPS
-        band = (0.0, LIMIT if lasts else math.inf)
-        share, against = max(share, 0.0), "all of the decrease"
-        yield Finding("readout_takes_all", NETWORK, "readout_share", share, 1.0, band, AT_ONCE, against)
+        value, band = max(share, 0.0), (0.0, LIMIT if lasts else math.inf)
+        yield Finding("readout_takes_all", NETWORK, "readout_share", value, 1.0, band, AT_ONCE, "all of the decrease")
 
 
 def _should_learn(network: Network) -> bool:
-    """Return whether all hidden layers are trained from the start, beside a single readout at the usual rate.
+    """Return whether all hidden layers are trained from the start, with a single readout at the usual rate.
 
-    Of several readouts, as of an actor and a critic, the one with the largest loss takes all.
+    If there are several readouts, such as of an actor and a critic, the one with the largest loss takes all.
     """
-    hidden = [row.is_trained for row in network.peers if row.info.role == "operator"]
-    heads = [network.rates.get(row.name) for row in network.peers if row.info.role == "readout"]
-    alike = len(heads) == 1 and (heads[0] is None or not heads[0].purpose)
-    return alike and network.fresh and len(hidden) > 1 and all(hidden)
+    trained = [row.is_trained for row in network.peers if row.info.role == "operator"]
+    rates = [network.rates.get(row.name) for row in network.peers if row.info.role == "readout"]
+    one_readout = len(rates) == 1 and (rates[0] is None or not rates[0].purpose)
+    return one_readout and network.fresh and len(trained) > 1 and all(trained)

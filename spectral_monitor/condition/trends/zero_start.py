@@ -13,13 +13,13 @@ from spectral_monitor.measurement import ZERO, Measurement
 GRACE = 12
 """Measurements that growth from zero may take; it must not hide a fault for long."""
 STUCK = 4
-"""The same for a matrix that stays at zero: of several in a row, each moves a step later."""
+"""The same for a matrix that stays at zero: if several follow each other, each moves a step later."""
 GROWN = 0.25
-"""A matrix has grown once a step changes it by less than this part of its size. A gain, usually 1, has grown once it is
+"""A matrix has grown once a step changes it by less than this part of its size; a gain, which is usually 1, once it is
 larger than this.
 """
 COMPARING = frozenset({"reference", "weights", "dead", "rates_too_small", "eps", "nothing_trains"})
-"""Checks that mean nothing while some matrix next to zero holds gradients back."""
+"""Checks that mean nothing while a matrix next to zero holds gradients back."""
 
 
 class ZeroStartGate:
@@ -29,24 +29,24 @@ class ZeroStartGate:
     for any other matrix, or gain of a residual branch, that began at zero.
 
     Attributes:
-        why: the reason why layers are not compared at the latest measurement; empty if they are.
-        from_zero: names of the layers that began at zero.
+        reason: why layers are not compared at the latest measurement; empty if they are.
+        from_zero: layers that began at zero.
     """
 
     def __init__(self) -> None:
-        self.why = ""
+        self.reason = ""
         self.from_zero: set[str] = set()
-        self._growing: dict[str, int] = {}  # layer -> measurements it has been growing for
-        self._open: set[str] = set()  # gains that have had the time to leave zero
-        self._looked = 0
+        self._growing: dict[str, int] = {}  # layer -> number of measurements it has been growing for
+        self._open: set[str] = set()  # gains that have had enough time to leave zero
+        self._looked = 0  # number of measurements with a learning rate above 0
 
     @property
     def growing(self) -> tuple[str, ...]:
-        """Names of the layers that others wait for."""
+        """The layers that others wait for."""
         return tuple(self._growing)
 
     def look(self, measurement: Measurement, network: Network) -> None:
-        """Take in the next measurement."""
+        """Find the layers that begin at zero, and those that have grown, at the next measurement."""
         sizes = {row.name: row.get("weight_natural") for row in (*network.rows, *_gates(network))}
         new = {name for name, size in sizes.items() if not size or _began_at_zero(measurement, name)} - self.from_zero
         self.from_zero |= new
@@ -55,27 +55,27 @@ class ZeroStartGate:
         if network.top_lr == 0:  # before a warm-up
             return
         self._looked += 1
-        kept = {}
-        for name, looked in self._growing.items():
+        growing = {}
+        for name, count in self._growing.items():
             row = network.parameter(name)
             grown = row is not None and _has_grown(row)
             stuck = row is None or not max(row.get("update_natural"), row.get("weight_natural")) > 0
-            if looked < (STUCK if stuck else GRACE) and not grown:
-                kept[name] = looked + 1
-        self._growing = kept
-        self._open = {name for name, looked in kept.items() if looked > STUCK and name in network.vectors}
-        self.why = f"{', '.join(self._growing)} began at zero and is still growing" if self._growing else ""
+            if count < (STUCK if stuck else GRACE) and not grown:
+                growing[name] = count + 1
+        self._growing = growing
+        self._open = {name for name, count in growing.items() if count > STUCK and name in network.vectors}
+        self.reason = f"{', '.join(growing)} began at zero and is still growing" if growing else ""
 
     def waits(self, finding: Finding) -> bool:
         """Return whether a finding does not count yet.
 
-        A gain that has left zero passes some gradient on, however small it is: what still gets none is dead.
+        A gain that has left zero passes on some gradient, however small: a layer that still gets none is dead.
         """
         growing = self._growing.keys() - self._open if finding.check == "dead" else self._growing
         return bool(growing) and (finding.check in COMPARING or finding.layer in self._growing)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain types."""
+        """Return the state in plain types."""
         return {"growing": dict(self._growing), "from_zero": sorted(self.from_zero), "looked": self._looked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -95,9 +95,9 @@ def _gates(network: Network) -> list[Row]:
 
     SkipInit, ReZero and residual branches that end with a norm have such gains.
     """
-    held_back = any(row.get("contribution") == 0 and row.lr > 0 for row in network.peers)
-    gains = [row for name, row in network.vectors.items() if not name.endswith("bias")]
-    return gains if held_back else []
+    if not any(row.get("contribution") == 0 and row.lr > 0 for row in network.peers):
+        return []
+    return [row for name, row in network.vectors.items() if not name.endswith("bias")]
 
 
 def _began_at_zero(measurement: Measurement, layer: str) -> bool:
