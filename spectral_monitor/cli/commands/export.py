@@ -45,7 +45,7 @@ def _export(args: argparse.Namespace) -> None:
             raise ImportError("parquet needs pandas and pyarrow: pip install pandas pyarrow; CSV needs neither")
     run = records(args.place)
     layers = matching(args.layer, [info.name for info in run[-1].layers])
-    quantities = matching(args.quantity, dict.fromkeys(key for r in run for key in r.values), "quantity")
+    quantities = matching(args.quantity, dict.fromkeys(key for record in run for key in record.values), "quantity")
     rows = (row for row in long_rows(run) if row[1] in layers and row[3] in quantities)
     if args.output is None:
         _write(rows, sys.stdout)
@@ -57,11 +57,11 @@ def _export(args: argparse.Namespace) -> None:
         table = frame(rows)
         table.to_parquet(args.output, index=False)
         count = len(table)
-    print(f"wrote {args.output} ({count} rows of {described(run)})")
+    print(f"wrote {args.output} ({count} rows of {_described(run)})")
 
 
 def _write(rows: Iterator[tuple[int, str, str, str, float]], file: TextIO) -> int:
-    """Write CSV and return how many rows there were."""
+    """Write CSV and return the number of rows."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
     count = 0
@@ -70,8 +70,7 @@ def _write(rows: Iterator[tuple[int, str, str, str, float]], file: TextIO) -> in
     return count
 
 
-def described(run: Sequence[Measurement]) -> str:
-    """Return what was exported, in words."""
+def _described(run: Sequence[Measurement]) -> str:
     if len(run) == 1:
         return f"1 measurement, step {run[0].step}"
     return f"{len(run)} measurements, steps {run[0].step} to {run[-1].step}"

@@ -12,7 +12,7 @@ from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
-from spectral_monitor.messages import some
+from spectral_monitor.messages import joined
 
 NAMES = 3
 """Parameters that a sentence names."""
@@ -118,7 +118,7 @@ def forgotten(network: Network) -> Explanation:
     they, have = ("it", "it has") if len(names) == 1 else ("them", "they have")
     return Explanation(
         "left_out",
-        f"gradients arrive at {some(names, NAMES)}, but no optimizer holds {they} and {have} never moved, though "
+        f"gradients arrive at {joined(names, NAMES)}, but no optimizer holds {they} and {have} never moved, though "
         f"others are trained: pass {they} to the optimizer, or freeze {they} with requires_grad_(False)",
         Remedy("check"),
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.measurement import DENSE, LayerInfo, Measurement
-from spectral_monitor.messages import some
+from spectral_monitor.messages import joined
 
 FORMAT, VERSION = "spectral_monitor profile", 2
 READABLE = (1, 2)
@@ -160,7 +160,7 @@ class Profile:
                 if _kind(role) != _kind(self.roles.get(name, role))
             ],
         }
-        differing = [f"{what}: {some(names, MAX_NAMES)}" for what, names in found.items() if names]
+        differing = [f"{what}: {joined(names, MAX_NAMES)}" for what, names in found.items() if names]
         if differing:
             raise ValueError(f"the profile is of another model: {'; '.join(differing)}")
         self._check_families(here, settings or {})
@@ -175,8 +175,8 @@ class Profile:
         if not named:
             return
         raise ValueError(
-            f"the profile is of another optimizer family: {some(named, MAX_NAMES)}; valid: {', '.join(sorted(valid))}, "
-            "or a profile of a run with this optimizer"
+            f"the profile is of another optimizer family: {joined(named, MAX_NAMES)}; valid: {', '.join(sorted(valid))}"
+            ", or a profile of a run with this optimizer"
         )
 
 
@@ -237,7 +237,7 @@ def save_profile(
     idle = [name for name, layer in layers.items() if not layer["steps"]]
     if idle:
         raise ValueError(
-            f"no update was measured of {some(idle, MAX_NAMES)}: freeze no layer in a profile, or exclude it"
+            f"no update was measured of {joined(idle, MAX_NAMES)}: freeze no layer in a profile, or exclude it"
         )
     text = json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}, indent=1)
     target = Path(path)
