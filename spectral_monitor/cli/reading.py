@@ -22,30 +22,22 @@ def say(text: str) -> None:
     print(f"spectral-monitor: {printable(text)}", file=sys.stderr)
 
 
-def records(location: Path, *, quiet: bool = False) -> tuple[Measurement, ...]:
-    """Return the measurements of a run that count, without torch; at least one.
-
-    Args:
-        location: the file of the run, or a folder.
-        quiet: do not print which file is read and which measurements are left out.
+def records(location: Path) -> tuple[Measurement, ...]:
+    """Return the measurements of a run that count, without torch; at least one. Print what is left out.
 
     Raises:
         ValueError: the file holds no measurements.
         OSError: there is no such file, or it cannot be read.
     """
-    path = find_file(location, quiet=quiet)
-    measurements, notes = settled_in(path, read_records)
-    if not quiet:
-        for note in notes:
-            say(note)
+    measurements, notes = settled_in(find_file(location), read_records)
+    for note in notes:
+        say(note)
     return measurements
 
 
-def find_file(location: Path, *, quiet: bool = False) -> Path:
-    """Return the newest file of measurements, and print its name if there are others."""
+def find_file(location: Path) -> Path:
+    """Return the newest file of measurements; print its name if there are others or it is large."""
     path, others = run_file(location)
-    if quiet:
-        return path
     if others:
         count = "is one more file" if others == 1 else f"are {others} more files"
         say(f"reading {path}, the newest; there {count} of measurements in {location}")

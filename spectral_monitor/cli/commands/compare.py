@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spectral_monitor.cli.commands.report import check_target, wrote
 from spectral_monitor.cli.parser import add_layer, add_run, command
-from spectral_monitor.cli.reading import find_file, matching, records
+from spectral_monitor.cli.reading import matching, records
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.tally import JUDGED_BY, latest_judged, off
@@ -66,10 +66,9 @@ def _compare(args: argparse.Namespace) -> None:
     print("\n".join(lines))
     if args.output is not None:
         from spectral_monitor.reporting.html.compare import write_comparison
-        from spectral_monitor.reporting.logged_run import read_run
+        from spectral_monitor.reporting.logged_run import load
 
-        a_run, b_run = (read_run(find_file(location, quiet=True)) for location in (args.a, args.b))
-        write_comparison(a_run, b_run, (str(args.a), str(args.b)), lines, args.output)
+        write_comparison(load(args.a), load(args.b), (str(args.a), str(args.b)), lines, args.output)
         print(wrote(args.output))
 
 

@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 
 from spectral_monitor.cli.parser import command
-from spectral_monitor.cli.reading import records, say
+from spectral_monitor.cli.reading import say
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.tally import latest_judged
 from spectral_monitor.reporting.content.typical import over_reference
-from spectral_monitor.reporting.files.records import RUN_FILE
-from spectral_monitor.reporting.files.runs import WHAT_TO_GIVE, run_files
+from spectral_monitor.reporting.files.records import RUN_FILE, read_records
+from spectral_monitor.reporting.files.runs import WHAT_TO_GIVE, run_files, settled_in
 from spectral_monitor.reporting.text.lines import Column, aligned, printable
 
 
@@ -51,7 +51,7 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _row(path: Path, folder: Path) -> tuple[str, ...]:
-    run = records(path, quiet=True)
+    run, _ = settled_in(path, read_records)
     judged = latest_judged(run)
     location = path.parent if path.name == RUN_FILE else path
     name = str(location if location == folder else location.relative_to(folder))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from spectral_monitor.cli.commands.show import add_view, shown
 from spectral_monitor.cli.parser import add_run, command
-from spectral_monitor.cli.reading import find_file, records
+from spectral_monitor.cli.reading import records
+from spectral_monitor.reporting.files.runs import run_file
 
 PAUSE = 10.0
 """Shortest pause between two looks, in multiples of the time that reading takes: large files are read less often."""
@@ -42,7 +43,7 @@ def _seconds(text: str) -> float:
 
 
 def _watch(args: argparse.Namespace) -> None:
-    find_file(args.place, quiet=True)
+    run_file(args.place)  # a mistake in the path ends it here
     import spectral_monitor.reporting.text.table  # noqa: F401  now, so that its import does not count as reading
 
     drawn: tuple[Path, int, int] | None = None
@@ -50,7 +51,7 @@ def _watch(args: argparse.Namespace) -> None:
         with _screen() as draw:
             while True:
                 begin = time.perf_counter()
-                path = find_file(args.place, quiet=True)
+                path = run_file(args.place)[0]
                 stat = path.stat()
                 state = (path, stat.st_mtime_ns, stat.st_size)
                 if state != drawn:

@@ -90,8 +90,8 @@ def _root_line(root: Verdict, measurement: Measurement, name_followers: bool = F
     """Return the layers of a root, its sentence, and how many other layers follow from it, with their names or not."""
     names = named_by(root)
     layers = names_in(measurement, names) if len(names) > MAX_NAMES else ", ".join(_bare(measurement, names))
-    each = "each of " if len(names) > 1 else ""  # sentences speak of one layer
-    text = f"{each}{layers}: {root.sentence}" if layers else root.sentence
+    prefix = "each of " if len(names) > 1 else ""  # sentences speak of one layer
+    text = f"{prefix}{layers}: {root.sentence}" if layers else root.sentence
     follow = followers(root, measurement)
     if not follow:
         return text
@@ -149,8 +149,8 @@ def _layers(measurement: Measurement, count: Tally) -> str:
         parts.append(f"{len(count.passing)} outside the limits just now, which counts once it lasts")
     if count.not_judged:
         parts.append(f"{count.layers - count.judged} {NOT_JUDGED}: {_reasons(count)}".removesuffix(": "))
-    first, rest = parts[0], ", ".join(parts[1:])
-    return ("; " if count.off else ", ").join(filter(None, (first, rest)))
+    answer, *details = parts
+    return ("; " if count.off else ", ").join(filter(None, (answer, ", ".join(details))))
 
 
 def _reasons(count: Tally) -> str:

@@ -15,14 +15,14 @@ EARLY = (3, 10)
 """Measurements that are followed by pictures whatever the interval: most happens at the beginning."""
 
 
-def is_drawn(count: int, every: int) -> bool:
-    """Return whether pictures are made after measurement number ``count``; ``every``: the interval, 0 for none.
+def is_drawn(count: int, interval: int) -> bool:
+    """Return whether pictures are made after measurement number ``count``; an interval of 0 means never.
 
     Example:
         >>> [count for count in range(1, 61) if is_drawn(count, 20)]
         [3, 10, 20, 40, 60]
     """
-    return every > 0 and (count % every == 0 or (count in EARLY and count < every))
+    return interval > 0 and (count % interval == 0 or (count in EARLY and count < interval))
 
 
 class Thinned:
@@ -38,7 +38,7 @@ class Thinned:
     def __init__(self, columns: int = MAX_COLUMNS) -> None:
         self.layers: tuple[LayerInfo, ...] = ()
         self._columns = columns
-        self._every = 1
+        self._stride = 1
         self._count = 0  # all measurements, kept or not
         self._kept: list[Measurement] = []
         self._latest: Measurement | None = None
@@ -46,11 +46,11 @@ class Thinned:
     def add(self, measurement: Measurement) -> None:
         """Add the next measurement."""
         if measurement.layers is not self.layers and measurement.layers != self.layers:
-            self.layers, self._every, self._count, self._kept = measurement.layers, 1, 0, []
-        if self._count % self._every == 0:
+            self.layers, self._stride, self._count, self._kept = measurement.layers, 1, 0, []
+        if self._count % self._stride == 0:
             if len(self._kept) == self._columns:
-                self._kept, self._every = self._kept[::2], 2 * self._every
-            if self._count % self._every == 0:
+                self._kept, self._stride = self._kept[::2], 2 * self._stride
+            if self._count % self._stride == 0:
                 self._kept.append(measurement)
         self._count += 1
         self._latest = measurement

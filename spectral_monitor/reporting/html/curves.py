@@ -73,15 +73,15 @@ def sampled(rows: Sequence[int], is_preferred: Sequence[bool]) -> list[int]:
 
 
 def curves(
-    panel: Panel, measurements: Sequence[Measurement], now: Measurement, limit: Sequence[Measurement] = ()
+    panel: Panel, measurements: Sequence[Measurement], current: Measurement, limit: Sequence[Measurement] = ()
 ) -> tuple[Figure | None, dict[str, list[int]]]:
     """Return the figure that answers one question, and the steps of each quantity in it; ``None`` without values.
 
-    Layers that are off at ``now`` are red; ``limit``, measurements of infinite width, is dashed.
+    Layers that are off at ``current`` are red; ``limit``, measurements of infinite width, is dashed.
     """
-    off_layers = set(off(now))
-    is_preferred = [info.role == "readout" or info.name in off_layers for info in now.layers]
-    all_rows = shown(panel, now.layers)
+    off_layers = set(off(current))
+    is_preferred = [info.role == "readout" or info.name in off_layers for info in current.layers]
+    all_rows = shown(panel, current.layers)
     rows = sampled(all_rows, is_preferred)
     histories = {key: history for key in panel.quantities if (history := drawable(measurements, key)) is not None}
     finite = {key: history.values(key)[rows].isfinite().any(1) for key, history in histories.items()}
@@ -106,7 +106,7 @@ def curves(
     layout["height"] = pixels + gap
     for index, ((key, history), (x_domain, y_domain)) in enumerate(zip(histories.items(), domains, strict=True)):
         suffix = "" if index == 0 else str(index + 1)
-        chart = _Chart(key, history, rows, all_rows, now, by_layer)
+        chart = _Chart(key, history, rows, all_rows, current, by_layer)
         dashed = limit_traces(limit, key, chart.names)
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
         layout[f"xaxis{suffix}"] = {
@@ -148,7 +148,7 @@ class _Chart:
         history: its values.
         rows: indices of the layers that have a curve each.
         all_rows: indices of all layers of the chart, which families are made of.
-        now: the measurement that tells which layers are off.
+        current: the measurement that tells which layers are off.
         by_layer: whether each layer has its own colour and name, in this chart and in those beside it.
     """
 
@@ -158,23 +158,23 @@ class _Chart:
         history: Thinned,
         rows: Sequence[int],
         all_rows: Sequence[int],
-        now: Measurement,
+        current: Measurement,
         by_layer: bool,
     ) -> None:
         values = history.values(key)
         has_values = values.isfinite().any(1).tolist()
         rows, all_rows = ([i for i in indices if has_values[i]] for indices in (rows, all_rows))
         self.key, self.steps = key, history.steps
-        self.names, self.labels = [now.layers[i].name for i in rows], labels(now)
+        self.names, self.labels = [current.layers[i].name for i in rows], labels(current)
         self.values, self.limits = values[rows], history.bands(key)[rows][..., :2]
         band = QUANTITIES[key].band
         if band is not None and not self.limits.isfinite().any():  # the measurements have no bands
             self.limits = torch.tensor(band, device="cpu").expand_as(self.limits)
-        off_layers = set(off(now))
+        off_layers = set(off(current))
         self.is_off = [name in off_layers for name in self.names]
         self.many_off = sum(self.is_off) > MAX_THICK_LINES
         self.by_layer = by_layer
-        self.all_values, self.all_names = values[all_rows], [now.layers[i].name for i in all_rows]
+        self.all_values, self.all_names = values[all_rows], [current.layers[i].name for i in all_rows]
         self.families = {} if by_layer else families_of(self.all_names)
         self.family = {
             self.all_names[k]: (index, family)
@@ -186,7 +186,7 @@ class _Chart:
             family: [k for k in members if self.all_names[k] not in off_layers]
             for family, members in self.families.items()
         }
-        depth = depth_colours(len(now.layers))
+        depth = depth_colours(len(current.layers))
         colours = [depth[i] for i in rows] if by_layer else [colour(self.family[name][0]) for name in self.names]
         self.colours = ["@danger" if is_off else tint for is_off, tint in zip(self.is_off, colours, strict=True)]
         finite = self.all_values[self.all_values.isfinite()]

@@ -57,22 +57,22 @@ def drawable(measurements: Sequence[Measurement], quantity: str) -> Thinned | No
     return history if len(history) else None
 
 
-def overview(measurements: Sequence[Measurement], now: Measurement) -> tuple[Figure | None, dict[str, list[int]]]:
+def overview(measurements: Sequence[Measurement], current: Measurement) -> tuple[Figure | None, dict[str, list[int]]]:
     """Draw every layer at one measurement, and pictures of layer by step; rows are layers throughout.
 
     Returns:
         the figure, ``None`` without values, and the steps of each quantity in it.
     """
-    rows = [i for i, info in enumerate(now.layers) if info.is_matrix]
+    rows = [i for i, info in enumerate(current.layers) if info.is_matrix]
     histories = {key: history for key in pictured() if (history := drawable(measurements, key)) is not None}
-    heatmaps = (part for key, history in histories.items() for part in _heatmap(key, history, rows, now))
-    parts = [*_now(now, rows), *heatmaps]
+    heatmaps = (part for key, history in histories.items() for part in _heatmap(key, history, rows, current))
+    parts = [*_now(current, rows), *heatmaps]
     if not parts:
         return None, {}
     height = max(ROWS_LOW, min(ROWS_HIGH, ROW * len(rows)))
-    off_layers = set(off(now))
-    names = [now.layers[i].name for i in rows]
-    ticks, short = rows_with_names([name in off_layers for name in names], height // LINE), labels(now)
+    off_layers = set(off(current))
+    names = [current.layers[i].name for i in rows]
+    ticks, short = rows_with_names([name in off_layers for name in names], height // LINE), labels(current)
     layout: Figure = {
         "height": height + TOP + 78,
         "margin": {"l": 10, "r": 10, "t": TOP, "b": 78},
@@ -111,19 +111,19 @@ Part = tuple[str, list[Figure], Figure]
 """Title, traces and x axis of a subplot."""
 
 
-def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
+def _now(current: Measurement, rows: Sequence[int]) -> list[Part]:
     """Draw a dot for each layer: its value over its reference, on its band."""
-    keys = [key for key in ("update_natural", "weight_natural") if key in now.values and key in now.bands]
-    key = next((key for key in keys if now.bands[key][rows, 2].isfinite().any()), None)
+    keys = [key for key in ("update_natural", "weight_natural") if key in current.values and key in current.bands]
+    key = next((key for key in keys if current.bands[key][rows, 2].isfinite().any()), None)
     if key is None:
         return []
-    off_layers = set(off(now))
+    off_layers = set(off(current))
     names, values, ratios = [], [], []
     for i, value, (low, high, reference) in zip(
-        rows, now.values[key][rows].tolist(), now.bands[key][rows].tolist(), strict=True
+        rows, current.values[key][rows].tolist(), current.bands[key][rows].tolist(), strict=True
     ):
         if reference > 0 and value >= 0:
-            names.append(now.layers[i].name)
+            names.append(current.layers[i].name)
             values.append(value)
             ratios.append([x / reference for x in (value, low, high)])
     logs = [abs(math.log2(x)) for triple in ratios for x in triple if 0 < x < math.inf]
@@ -160,13 +160,13 @@ def _now(now: Measurement, rows: Sequence[int]) -> list[Part]:
     axis = {"type": "log", "range": [-end, end], "tickvals": [2.0**k for k in exponents], "zeroline": False}
     axis |= {"tickfont": {"size": 10}, "tickangle": 0}
     axis |= {"ticktext": texts, "title": {"text": VS_TYPICAL, "standoff": 4}}
-    return [(titled(f"At step {now.step}", "on the band"), [band, dots], axis)]
+    return [(titled(f"At step {current.step}", "on the band"), [band, dots], axis)]
 
 
-def _heatmap(key: str, history: Thinned, rows: Sequence[int], now: Measurement) -> list[Part]:
+def _heatmap(key: str, history: Thinned, rows: Sequence[int], current: Measurement) -> list[Part]:
     values = history.values(key)[rows]
     if key == "update_natural":
-        ratios, unit = _ratios(values, history.bands(key)[rows][..., 2], [now.layers[i].role for i in rows])
+        ratios, unit = _ratios(values, history.bands(key)[rows][..., 2], [current.layers[i].role for i in rows])
         picture, colours, ticks = _around_one(ratios)
     elif key == "bfa_cos":
         unit, picture, ticks = "cosine, 1 is downhill", values.clamp(-1, 1), {"tickvals": [-1, -0.5, 0, 0.5, 1]}
@@ -181,9 +181,9 @@ def _heatmap(key: str, history: Thinned, rows: Sequence[int], now: Measurement) 
     trace = {
         "type": "heatmap",
         "x": key,
-        "y": [_row(now.layers[i].name) for i in rows],
+        "y": [_row(current.layers[i].name) for i in rows],
         "z": [digits(row) for row in picture.tolist()],
-        "meta": [escaped(now.layers[i].name) for i in rows],
+        "meta": [escaped(current.layers[i].name) for i in rows],
         "customdata": [[number(value) for value in row] for row in values.tolist()],
         **colours,
         "ygap": 1 if len(rows) <= 40 else 0,
@@ -282,9 +282,9 @@ def _tick(label: str, is_off: bool) -> str:
     return f"<b style='color:{RED}'>{label}</b>" if is_off else label
 
 
-def labels(now: Measurement) -> dict[str, str]:
+def labels(current: Measurement) -> dict[str, str]:
     """Return the label of every matrix and node beside pictures and in legends, escaped."""
-    names = tuple(info.name for info in now.layers if info.is_matrix or info.role == NODE)
+    names = tuple(info.name for info in current.layers if info.is_matrix or info.role == NODE)
     return {name: escaped(short) for name, short in labelled(names).items()}
 
 

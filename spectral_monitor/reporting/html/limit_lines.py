@@ -85,8 +85,8 @@ def widened(low: float, high: float, traces: Sequence[Figure], log: bool) -> tup
     """
     values = [value for trace in traces for value in trace["y"]]
     if log:
-        near = [value for value in values if low / MAX_WIDENING < value < high * MAX_WIDENING]
-        return min([low, *(value / 1.1 for value in near)]), max([high, *(1.1 * value for value in near)])
+        nearby = [value for value in values if low / MAX_WIDENING < value < high * MAX_WIDENING]
+        return min([low, *(value / 1.1 for value in nearby)]), max([high, *(1.1 * value for value in nearby)])
     reach = MAX_WIDENING * (high - low)
-    near = [value for value in values if low - reach < value < high + reach]
-    return min([low, *near]), max([high, *near])
+    nearby = [value for value in values if low - reach < value < high + reach]
+    return min([low, *nearby]), max([high, *nearby])

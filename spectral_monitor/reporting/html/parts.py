@@ -51,47 +51,48 @@ def bar(table: Mapping[str, Any], families: bool) -> str:
     if families:
         parts.append('<label><input type="checkbox" id="single"> single layers instead of families</label>')
     if len(table["steps"]) > 1:
-        last, now = len(table["steps"]) - 1, table["now"]
-        text = f"step {table['steps'][now]}"
+        last, index = len(table["steps"]) - 1, table["now"]
+        text = f"step {table['steps'][index]}"
         parts.append(
-            f'<label>Step <input type="range" id="step" min="0" max="{last}" value="{now}" aria-valuetext="{text}">'
+            f'<label>Step <input type="range" id="step" min="0" max="{last}" value="{index}" aria-valuetext="{text}">'
             f'<output id="at" for="step">{text}</output></label>'
         )
     return f'<div class="bar" role="search">{"".join(parts)}</div>'
 
 
-def by_step(measurements: Sequence[Measurement], now: Measurement, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the content of the table at every stop of the slider, ``now`` among them.
+def by_step(measurements: Sequence[Measurement], current: Measurement, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the content of the table at every stop of the slider, ``current`` among them.
 
     Returns:
-        ``steps``; ``now``, the index of its step; ``rows``, the layers; ``columns``, key -> step -> layer -> number;
+        ``steps``; ``now``, the index of the current one; ``rows``, the layers; ``columns``, key -> step -> layer ->
+        number;
         ``off``, for each step the indices of layers that are off.
     """
     stride = max(1, math.ceil(len(measurements) / MAX_SLIDER_STEPS))
-    stops = [m for k, m in enumerate(reversed(measurements)) if k % stride == 0 or m is now][::-1]
-    rows = [i for i, info in enumerate(now.layers) if info.is_matrix]
-    names = [now.layers[i].name for i in rows]
+    stops = [m for k, m in enumerate(reversed(measurements)) if k % stride == 0 or m is current][::-1]
+    rows = [i for i, info in enumerate(current.layers) if info.is_matrix]
+    names = [current.layers[i].name for i in rows]
     values = {VS_TYPICAL: [vs_typical(m) for m in stops]}
     for key in keys:
         values[key] = [m.values[key].tolist() if key in m.values else [math.nan] * len(m.layers) for m in stops]
     return {
         "steps": [m.step for m in stops],
-        "now": next(k for k, m in enumerate(stops) if m is now),
+        "now": next(k for k, m in enumerate(stops) if m is current),
         "rows": list(map(escaped, names)),
         "columns": {key: [digits([column[i] for i in rows], 3) for column in steps] for key, steps in values.items()},
         "off": [[names.index(name) for name in off(m) if name in names] for m in stops],
     }
 
 
-def facts(run: RunFacts, measurements: Sequence[Measurement], now: Measurement) -> str:
+def facts(run: RunFacts, measurements: Sequence[Measurement], current: Measurement) -> str:
     """Return one line about the run: model, optimizer, learning rates, steps, date, hyperparameters."""
     texts = {str(title): str(text) for title, text in run.about.items()}
-    if "lr" in now.values:
-        rates = sorted({f"{x:.3g}" for x in now.values["lr"].tolist() if math.isfinite(x)}, key=float)
+    if "lr" in current.values:
+        rates = sorted({f"{x:.3g}" for x in current.values["lr"].tolist() if math.isfinite(x)}, key=float)
         if rates:
             texts["learning rates"] = rates[0] if len(rates) == 1 else f"{rates[0]} to {rates[-1]}"
-    matrices, nodes = sum(info.is_matrix for info in now.layers), sum(info.role == NODE for info in now.layers)
-    texts["layers"] = f"{matrices} matrices, {len(now.layers) - matrices - nodes} biases and gains" + (
+    matrices, nodes = sum(info.is_matrix for info in current.layers), sum(info.role == NODE for info in current.layers)
+    texts["layers"] = f"{matrices} matrices, {len(current.layers) - matrices - nodes} biases and gains" + (
         f", outputs of {nodes} modules" if nodes else ""
     )
     texts["measured"] = f"{len(measurements)} times, steps {measurements[0].step} to {measurements[-1].step}"
@@ -138,8 +139,8 @@ def loss_words(run: RunFacts) -> str:
     points = _finite_points(run)
     if not points:
         return ""
-    (first, start), (last, end) = points[0], points[-1]
-    return f"{run.loss}: {number(start)} at step {first}, {number(end)} at step {last}"
+    (first_step, first_loss), (last_step, last_loss) = points[0], points[-1]
+    return f"{run.loss}: {number(first_loss)} at step {first_step}, {number(last_loss)} at step {last_step}"
 
 
 def glossary(keys: Iterable[str]) -> str:

@@ -71,55 +71,50 @@ def report(
     limit: Sequence[Measurement] = (),
     about: RunFacts | None = None,
 ) -> str:
-    """Return the page that :func:`write_report` writes.
-
-    Raises:
-        ValueError: there are no measurements.
-        ImportError: plotly is not installed.
-    """
+    """Return the page that :func:`write_report` writes; it raises the same errors."""
     run, omissions = settle(measurements)
     if not run:
         raise ValueError("there is nothing to report on: no measurements")
-    now = _judged(run)
+    current = _judged(run)
     reported = latest_judged(run) or run[-1]
     about = parts.with_measured_loss(about or RunFacts(), run)
     loss = parts.loss_figure(about)
     figures: dict[str, Figure] = {} if loss is None else {"loss-figure": loss}
     steps: dict[str, Sequence[int]] = {}
-    sections = [_verdicts(reported if reported.roots else now), _run(about, run, now)]
+    sections = [_verdicts(reported if reported.roots else current), _run(about, run, current)]
     chapters = ([("off", "What is off")] if sections[0] else []) + [("run", "The run")]
-    picture, picture_steps = overview(run, now)
+    picture, picture_steps = overview(run, current)
     if picture is not None:
         figures["overview-figure"] = picture
         steps |= picture_steps
-        sections.append(_overview(now))
+        sections.append(_overview(current))
         chapters.append(("overview", "Every layer"))
-    sections.append(_key(now))
+    sections.append(_key(current))
     summary = {key: value for measurement in run for key, value in measurement.summary.items()}
     missing = []
     for index, panel in enumerate(PANELS):
-        figure, panel_steps = curves(panel, run, now, limit)
+        figure, panel_steps = curves(panel, run, current, limit)
         if figure is None:
             missing += [] if panel.by_name else [panel.question]
             continue
         figures[f"panel-{index}"] = figure
         steps |= panel_steps
-        sections.append(_panel(panel, index, summary, now))
+        sections.append(_panel(panel, index, summary, current))
         chapters.append((f"question-{index}", panel.question))
     if missing:
         sections.append(f"<section><p>Not measured: {escaped(' '.join(missing))}</p></section>")
     drawn = max(map(len, steps.values()), default=0)
     thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run) else []
-    keys, table = _layers(now)
+    keys, table = _layers(current)
     measured = [key for panel in PANELS for key in panel.quantities if any(key in m.values for m in run)]
     foot = [*thinned, *omissions, *notes, *limit_sentences(run, limit)]
     sections += [table, parts.glossary(measured), _footer(run, foot)]
     chapters += [("layers", "All layers"), ("glossary", "Glossary")]
-    slides = parts.by_step(run, now, keys)
+    slides = parts.by_step(run, current, keys)
     families = any(trace.get("uid", "").startswith("F") for figure in figures.values() for trace in figure["data"])
-    top = [_header(reported, run, now, parts.contents(chapters)), parts.bar(slides, families)]
+    top = [_header(reported, run, current, parts.contents(chapters)), parts.bar(slides, families)]
     body = "\n".join(filter(None, [*top, *sections]))
-    layers = [[escaped(info.name), info.name] for info in now.layers if info.is_matrix]
+    layers = [[escaped(info.name), info.name] for info in current.layers if info.is_matrix]
     title = f"{escaped(headlines(reported)[0])} &middot; step {run[-1].step}"
     return page(title, body, figures, steps, {"layers": layers, "table": slides})
 
@@ -149,29 +144,29 @@ def _judged(measurements: Sequence[Measurement]) -> Measurement:
     return next(judged, measurements[-1])
 
 
-def _header(reported: Measurement, measurements: Sequence[Measurement], now: Measurement, links: str) -> str:
+def _header(reported: Measurement, measurements: Sequence[Measurement], current: Measurement, links: str) -> str:
     """Return the answer from ``reported``, its worst roots and the values of the whole network.
 
-    Pictures and tables below are of ``now``; ``links`` lead to the sections.
+    Pictures and tables below are of ``current``; ``links`` lead to the sections.
     """
-    last, (answer, *lines) = measurements[-1], headlines(reported)
+    latest, (answer, *lines) = measurements[-1], headlines(reported)
     paragraphs = [f"<p>{escaped(line)}</p>" for line in lines]
-    if now is not last:
-        source = f"step {now.step}, the last that could be judged: {headline(now)}"
+    if current is not latest:
+        source = f"step {current.step}, the last that could be judged: {headline(current)}"
         paragraphs.append(f"<p>What follows is of {escaped(source)}.</p>")
-    roots = [root for root in (reported.roots or now.roots) if root.layer != NETWORK]
+    roots = [root for root in (reported.roots or current.roots) if root.layer != NETWORK]
     items = [f"<li>{_names(named_by(root))}: {escaped(root.sentence)}</li>" for root in roots[:MAX_NAMES]]
     if len(roots) > MAX_NAMES:
         items.append(f"<li>and {len(roots) - MAX_NAMES} more, see below</li>")
     paragraphs += [f"<ul>{''.join(items)}</ul>"] if items else []
-    recovered = [layer for layer, flag in now.flags.items() if flag == 0]
+    recovered = [layer for layer, flag in current.flags.items() if flag == 0]
     if recovered:
         paragraphs.append(f"<p>Off earlier, not any more: {_names(recovered)}.</p>")
-    foot = " ".join(f"<span>{escaped(part)}</span>" for part in summary_line(last).split("   ") if part)
+    foot = " ".join(f"<span>{escaped(part)}</span>" for part in summary_line(latest).split("   ") if part)
     status = {HEALTHY: "healthy", OFF: "off", NOT_JUDGED: "unjudged"}[tally(reported).state]
     return (
         f'<header class="{status}"><h1>{escaped(answer[:1].upper() + answer[1:])}</h1>\n{"".join(paragraphs)}\n'
-        f'<p class="facts soft"><span>Step {last.step}, the last of {len(measurements)} measurements</span> '
+        f'<p class="facts soft"><span>Step {latest.step}, the last of {len(measurements)} measurements</span> '
         f"{foot}</p>\n{links}</header>"
     )
 
@@ -210,16 +205,16 @@ def _of_layer(name: str) -> str:
     return "" if name == NETWORK else f' data-layer="{escape(escaped(name))}"'
 
 
-def _run(about: RunFacts, measurements: Sequence[Measurement], now: Measurement) -> str:
+def _run(about: RunFacts, measurements: Sequence[Measurement], current: Measurement) -> str:
     """Return the section about the run: facts and its loss curve, or how to get one."""
     words = parts.loss_words(about)
     curve = _drawing("loss-figure", words) if words else f'<p class="soft">{escaped(parts.LOSS_HINT)}</p>'
-    return f'<section id="run"><h2>The run</h2>{parts.facts(about, measurements, now)}{curve}</section>'
+    return f'<section id="run"><h2>The run</h2>{parts.facts(about, measurements, current)}{curve}</section>'
 
 
-def _overview(now: Measurement) -> str:
+def _overview(current: Measurement) -> str:
     words = (
-        f"every layer at step {now.step} against its band, and pictures of layer by step: {headline(now)}; "
+        f"every layer at step {current.step} against its band, and pictures of layer by step: {headline(current)}; "
         "the table of all layers below has the numbers"
     )
     return (
@@ -232,9 +227,9 @@ def _overview(now: Measurement) -> str:
     )
 
 
-def _key(now: Measurement) -> str:
+def _key(current: Measurement) -> str:
     colours = ", ".join(depth_colours(5))
-    count = sum(info.is_matrix for info in now.layers)
+    count = sum(info.is_matrix for info in current.layers)
     sample = f" Of {count} layers {MAX_LINES} are drawn, evenly, with the output layer and those that are off."
     explanation = (
         '<p class="soft">Below, a curve for each layer: <span class="key" style="background: linear-gradient(to right, '
@@ -251,8 +246,8 @@ def _key(now: Measurement) -> str:
     )
 
 
-def _panel(panel: Panel, index: int, summary: Mapping[str, float], now: Measurement) -> str:
-    texts = _furthest(now) if _OVER_MEDIAN in panel.summaries else []
+def _panel(panel: Panel, index: int, summary: Mapping[str, float], current: Measurement) -> str:
+    texts = _furthest(current) if _OVER_MEDIAN in panel.summaries else []
     for key in panel.summaries:
         value = summary.get(key, math.nan)
         if key != _OVER_MEDIAN and math.isfinite(value):
@@ -267,9 +262,9 @@ def _panel(panel: Panel, index: int, summary: Mapping[str, float], now: Measurem
     )
 
 
-def _furthest(now: Measurement) -> list[str]:
+def _furthest(current: Measurement) -> list[str]:
     """Return a text on the layer furthest from typical, with its number in the table; none without such a layer."""
-    ratios = zip(vs_typical(now), now.layers, strict=True)
+    ratios = zip(vs_typical(current), current.layers, strict=True)
     matrices = [(ratio, info.name) for ratio, info in ratios if info.is_matrix and 0 < ratio < math.inf]
     if not matrices:
         return []
@@ -277,14 +272,14 @@ def _furthest(now: Measurement) -> list[str]:
     return [f"furthest from typical: {name}, {number(ratio)} {VS_TYPICAL}"]
 
 
-def _layers(now: Measurement) -> tuple[list[str], str]:
+def _layers(current: Measurement) -> tuple[list[str], str]:
     """Return the quantities that have a column, and a table with a row for every layer, nothing folded."""
-    table = measurement_rows(now, folded=False)
+    table = measurement_rows(current, folded=False)
     columns = [column for column in table.columns if column.title not in _IN_TABLE_OF_VERDICTS and not column.drawn]
     states = ["" if state == HEALTHY else state for state in table.states]
     reasons = next((column.cells for column in table.columns if column.title == "what"), states)
     states = [reason if state == NOT_JUDGED else state for state, reason in zip(states, reasons, strict=True)]
-    if any(states) and tally(now).judged:
+    if any(states) and tally(current).judged:
         columns.insert(1, Column("state", tuple(states), text=True))
     head, rows, names = "", [""] * len(columns[0].cells), columns[0].cells
     for index, column in enumerate(columns):
@@ -298,9 +293,9 @@ def _layers(now: Measurement) -> tuple[list[str], str]:
             text = _name(cell) if index == 0 else escaped(cell)
             rows[row] += f"<td{side}{data}>{f'<span class=bad>{text}</span>' if is_off else text}</td>"
     body = "".join(f"<tr{_of_layer(name)}>{row}</tr>" for name, row in zip(names, rows, strict=True))
-    explanation = legend(now)
+    explanation = legend(current)
     return [column.quantity for column in columns if column.quantity], (
-        f'<section id="layers"><h2>All layers at step {now.step}</h2>\n'
+        f'<section id="layers"><h2>All layers at step {current.step}</h2>\n'
         + (f'<p class="soft">{escaped(explanation)}</p>\n' if explanation else "")
         + '<div class="wide long" tabindex="0" role="region" aria-label="table of all layers"><table class="cards">'
         + f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"

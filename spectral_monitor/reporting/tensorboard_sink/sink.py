@@ -74,7 +74,7 @@ class TensorBoardSink:
         offset: int = 0,
     ) -> None:
         self._writer = writer
-        self._every, self._histograms = heatmap_every, histograms
+        self._heatmap_every, self._histograms = heatmap_every, histograms
         self._log, self._requested, self._offset = checked_log(log), tuple(asked), offset
         self._reset()
         writer._get_file_writer()  # a writer that was closed after an earlier fit begins another file
@@ -87,7 +87,7 @@ class TensorBoardSink:
         self._count = 0
         self._latest: Measurement | None = None
         self._judged: Measurement | None = None
-        self._drawn: Measurement | None = None
+        self._last_pictured: Measurement | None = None
         self._reported: tuple[int, Any] | None = None  # step, roots and state of the text that was written last
         self._laid_out: tuple[tuple[LayerInfo, ...], frozenset[str]] = (
             (),
@@ -110,9 +110,9 @@ class TensorBoardSink:
         try:
             # Computations come first: while the writer's thread writes numbers, they would take many times as long.
             values += self._layout(measurement, scalars)
-            if self._every:
+            if self._heatmap_every:
                 self._history.add(measurement)
-                if is_drawn(self._count, self._every):
+                if is_drawn(self._count, self._heatmap_every):
                     values += self._pictures(measurement)
             if self._histograms:
                 self._add_histograms(measurement)
@@ -137,7 +137,7 @@ class TensorBoardSink:
             if self._reported is not None and self._reported[0] != judged.step:
                 self._reported = None
                 self._add_verdicts(judged)
-            if self._every and self._drawn is not latest:
+            if self._heatmap_every and self._last_pictured is not latest:
                 self._add(self._pictures(latest), latest.step)
             self._writer.flush()
             self._add_metrics()
@@ -194,7 +194,7 @@ class TensorBoardSink:
         if self._reported is not None and (self._reported[1] == verdicts or not is_judged(measurement)):
             return
         text = verdict_markdown(measurement)
-        if self._every and not can_draw():
+        if self._heatmap_every and not can_draw():
             text = f"{text}\n\n{NO_PICTURES}"
         self._writer.add_text(VERDICTS, text, measurement.step + self._offset)
         self._reported = measurement.step, verdicts
@@ -202,7 +202,7 @@ class TensorBoardSink:
     def _pictures(self, measurement: Measurement) -> list[dict[str, Any]]:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._drawn = measurement
+        self._last_pictured = measurement
         values = []
         for quantity in pictured():
             pixels = heatmap(self._history, quantity)

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import HEALTHY, OFF
-from spectral_monitor.reporting.text.gauge import DRAWN
+from spectral_monitor.reporting.text.gauge import SYMBOLS
 from spectral_monitor.reporting.text.lines import Table, folded_line, printable, that_fit
 from spectral_monitor.reporting.text.table import ARROWS, WIDTH
 
@@ -54,11 +54,11 @@ def _drawn(table: Table, console: Console) -> str:
         wraps = column.text and not column.drawn and index in (0, len(columns) - 1)
         side: JustifyMethod = "left" if column.text else "right"
         grid.add_column(Text(column.title), justify=side, no_wrap=not wraps, overflow="fold")
-    symbols = DRAWN if "utf" in (console.encoding or "").lower() else {}
+    symbols = SYMBOLS if "utf" in (console.encoding or "").lower() else {}
     texts = [[cell.translate(symbols if column.drawn else {}) for cell in column.cells] for column in columns]
     for row, (name, *cells) in enumerate(zip(*texts, strict=True)):
         style = "bold red" if table.states and table.states[row] == OFF else ""
-        styled = (Text(cell, style if cell.endswith((*ARROWS, *DRAWN.values())) else "") for cell in cells)
+        styled = (Text(cell, style if cell.endswith((*ARROWS, *SYMBOLS.values())) else "") for cell in cells)
         grid.add_row(Text(name, style), *styled)
     title_style = {HEALTHY: "bold green", OFF: "bold red"}.get(table.state, "bold")
     with console.capture() as captured:

@@ -13,7 +13,7 @@ REACH = 7.0
 """Powers of two on either side of 1; ratios beyond are drawn at the end."""
 POINT, RANGE, LIMIT = "o", "=", "|"
 """One layer, several layers from the lowest to the highest, and the limits."""
-DRAWN: dict[int, str] = str.maketrans({POINT: "●", RANGE: "━"})
+SYMBOLS: dict[int, str] = str.maketrans({POINT: "●", RANGE: "━"})
 """The same in characters for terminals that have them."""
 
 

@@ -120,7 +120,8 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
         off_layers = off(history.measurements[-1])
         singles = sorted((i for i in measured if names[i] in off_layers), key=lambda i: off_layers.index(names[i]))
         for family, members in list(families_of([names[i] for i in measured]).items())[:MAX_LINES]:
-            mean = _mean(values[[measured[k] for k in members]], QUANTITIES[quantity].signed)
+            rows_of_family = values[[measured[k] for k in members]]
+            mean = rows_of_family.nanmean(0) if QUANTITIES[quantity].signed else rows_of_family.log().nanmean(0).exp()
             columns[f"{family} (mean of {len(members)})"] = mean
     columns |= {names[i]: values[i] for i in singles[:MAX_LINES]}
     points_of = {name: _points(thinned.steps, column) for name, column in columns.items()}
@@ -134,11 +135,6 @@ def _logarithms(points_of: dict[str, list[tuple[int, float]]]) -> dict[str, list
         for name, points in points_of.items()
     }
     return {name: points for name, points in logs_of.items() if points}
-
-
-def _mean(values: Tensor, signed: bool) -> Tensor:
-    """Return the mean over the layers that have a value, step by step; (layers, steps) -> (steps,)."""
-    return values.nanmean(0) if signed else values.log().nanmean(0).exp()
 
 
 def _points(steps: Sequence[int], values: Tensor) -> list[tuple[int, float]]:

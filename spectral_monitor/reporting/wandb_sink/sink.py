@@ -22,11 +22,11 @@ from spectral_monitor.reporting.wandb_sink.charts import CHARTS, PICTURES, VERDI
 AXIS = "trainer/global_step"
 """Key of the x axis of all charts, as Lightning names it."""
 PAGE = "spectral/page"
-SHOWN = frozenset(
+PANEL_KEYS = frozenset(
     {*(f"{PREFIX}_{key}" for key in OVERLAID), f"{PREFIX}/summary/violations", f"{PREFIX}/summary/loss_change"}
 )
 """Keys with a panel: the same in every network."""
-WORST = frozenset(f"{PREFIX}/summary/{key}" for key in ("violations", "worst_layer_ratio"))
+KEYS_WITH_MAXIMUM = frozenset(f"{PREFIX}/summary/{key}" for key in ("violations", "worst_layer_ratio"))
 """Keys whose largest value is in the run's summary too."""
 MAX_POINTS = 128
 """The most points of a line: whenever a chart is logged, its points go into a file."""
@@ -83,7 +83,7 @@ class WandbSink:
         asked: Sequence[str] = (),
         offset: int = 0,
     ) -> None:
-        self._run, self._settings, self._every = run, dict(settings or {}), heatmap_every
+        self._run, self._settings, self._heatmap_every = run, dict(settings or {}), heatmap_every
         self._log_setting, self._requested, self._offset = checked_log(log), tuple(asked), offset
         self._history = History(MAX_POINTS)
         self._logged: set[str] = set()  # keys
@@ -91,8 +91,8 @@ class WandbSink:
         self._alerts = _Alerts(run)
         self._count = 0
         self._latest: Measurement | None = None
-        self._drawn: Measurement | None = None
-        self._tabled: Measurement | None = None
+        self._last_charted: Measurement | None = None
+        self._last_tabled: Measurement | None = None
 
     def write(self, measurement: Measurement) -> None:
         """Write all numbers and charts in one call; then the run's summary, and alerts."""
@@ -103,7 +103,7 @@ class WandbSink:
         self._count += 1
         row: dict[str, Any] = dict(essentials(measurement, self._log_setting, self._requested))
         try:
-            if is_drawn(self._count, self._every):
+            if is_drawn(self._count, self._heatmap_every):
                 self._add_table(row, measurement)
                 self._add_charts(row, measurement)
         finally:
@@ -120,9 +120,9 @@ class WandbSink:
 
         row: dict[str, Any] = {}
         try:
-            if latest.roots != (() if self._tabled is None else self._tabled.roots):
+            if latest.roots != (() if self._last_tabled is None else self._last_tabled.roots):
                 self._add_table(row, latest)
-            if self._every and self._drawn is not latest:
+            if self._heatmap_every and self._last_charted is not latest:
                 self._add_charts(row, latest)
             if (text := whole_page(self._history)) is not None:
                 row[PAGE] = wandb.Html(text, inject=False)  # the page has its own style
@@ -155,8 +155,8 @@ class WandbSink:
         options: dict[str, Any] = {"hidden": True, "summary": "none"}
         if key.startswith(f"{CHARTS}/"):  # the chart is no metric, but its points are; W&B reads them from the summary
             name, options = f"{name}_table", {"hidden": True}
-        elif key in SHOWN or key in WORST:
-            options = {"hidden": key not in SHOWN, **({"summary": "last,max"} if key in WORST else {})}
+        elif key in PANEL_KEYS or key in KEYS_WITH_MAXIMUM:
+            options = {"hidden": key not in PANEL_KEYS, **({"summary": "last,max"} if key in KEYS_WITH_MAXIMUM else {})}
         elif key in (VERDICTS, PAGE) or key.startswith(f"{PICTURES}/"):
             options = {}
         elif len(self._defined) >= MAX_KEYS_ONE_BY_ONE:
@@ -168,10 +168,10 @@ class WandbSink:
 
     def _add_table(self, row: dict[str, Any], measurement: Measurement) -> None:
         row[VERDICTS] = verdict_table(measurement)
-        self._tabled = measurement
+        self._last_tabled = measurement
 
     def _add_charts(self, row: dict[str, Any], measurement: Measurement) -> None:
-        self._drawn = measurement
+        self._last_charted = measurement
         row.update(charts(self._history, self._requested))
         row.update(pictures(self._history))
 
