@@ -60,8 +60,7 @@ SpectralMonitor has logged, or a file that a JSONLinesSink wrote
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Return the run in a file, without the measurements that do not count, see
-    :func:`~spectral_monitor.reporting.files.runs.settle`.
+    """Return the run in a file: the measurements that count, see :func:`~spectral_monitor.reporting.files.runs.settle`.
 
     Raises:
         ValueError: the file holds no measurements.

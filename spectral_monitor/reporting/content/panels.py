@@ -23,7 +23,7 @@ class Panel:
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """The quantities that answer it, the one to look at first first."""
+        """The quantities that answer it; the one to look at first comes first."""
         if self.only:
             return self.only
         keys = [key for key, quantity in QUANTITIES.items() if quantity.question == self.question]

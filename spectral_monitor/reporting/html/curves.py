@@ -104,17 +104,13 @@ def curves(
     gap = layout["margin"]["t"] + layout["margin"]["b"]
     pixels, domains = _grid(len(histories), gap)
     layout["height"] = pixels + gap
-    for index, ((key, history), (x_domain, y_domain)) in enumerate(zip(histories.items(), domains, strict=True)):
+    for index, ((key, history), (x_share, y_share)) in enumerate(zip(histories.items(), domains, strict=True)):
         suffix = "" if index == 0 else str(index + 1)
         chart = _Chart(key, history, rows, all_rows, current, by_layer)
         dashed = limit_traces(limit, key, chart.names)
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
-        layout[f"xaxis{suffix}"] = {
-            "domain": x_domain,
-            "anchor": f"y{suffix}",
-            "title": {"text": "step", "standoff": 4},
-        }
-        layout[f"yaxis{suffix}"] = {"domain": y_domain, "anchor": f"x{suffix}", **chart.axis()}
+        layout[f"xaxis{suffix}"] = {"domain": x_share, "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
+        layout[f"yaxis{suffix}"] = {"domain": y_share, "anchor": f"x{suffix}", **chart.axis()}
         lines = [*map(escaped, subtitles[key]), *["&nbsp;"] * (height - len(subtitles[key]))]
         layout["annotations"].append(title_of(titled(QUANTITIES[key].counted_in, *lines), suffix, f"y{suffix}"))
         traces = [*chart.bands(), *chart.family_bands(), *dashed, *chart.lines()]
@@ -176,16 +172,11 @@ class _Chart:
         self.by_layer = by_layer
         self.all_values, self.all_names = values[all_rows], [current.layers[i].name for i in all_rows]
         self.families = {} if by_layer else families_of(self.all_names)
-        self.family = {
-            self.all_names[k]: (index, family)
-            for index, (family, members) in enumerate(self.families.items())
-            for k in members
-        }
-        # Layers that are off are not in the areas of families: they have a red line.
-        self.healthy = {
-            family: [k for k in members if self.all_names[k] not in off_layers]
-            for family, members in self.families.items()
-        }
+        self.family: dict[str, tuple[int, str]] = {}  # layer -> index and name of its family
+        self.healthy: dict[str, list[int]] = {}  # family -> members without a red line
+        for index, (family, members) in enumerate(self.families.items()):
+            self.family |= {self.all_names[k]: (index, family) for k in members}
+            self.healthy[family] = [k for k in members if self.all_names[k] not in off_layers]
         depth = depth_colours(len(current.layers))
         colours = [depth[i] for i in rows] if by_layer else [colour(self.family[name][0]) for name in self.names]
         self.colours = ["@danger" if is_off else tint for is_off, tint in zip(self.is_off, colours, strict=True)]

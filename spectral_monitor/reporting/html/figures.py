@@ -191,15 +191,12 @@ def _heatmap(key: str, history: Thinned, rows: Sequence[int], current: Measureme
         "hovertemplate": f"<b>%{{customdata[0]}}</b><br>step %{{x}}<br>{key} %{{customdata[1]}}<extra></extra>",
         "colorbar": colorbar,
     }
-    return [
-        (titled(QUANTITIES[key].picture, unit), [trace], {"title": {"text": "step", "standoff": 4}, "showgrid": False})
-    ]
+    axis = {"title": {"text": "step", "standoff": 4}, "showgrid": False}
+    return [(titled(QUANTITIES[key].picture, unit), [trace], axis)]
 
 
 def _ratios(values: Tensor, references: Tensor, roles: Sequence[str]) -> tuple[Tensor, str]:
-    """Return values over their references, or over the median of operators and readouts if there are no references;
-    and the name of these ratios.
-    """
+    """Return values over their references, else over the median of operators and readouts; and the ratios' name."""
     if references.isfinite().any():
         return values / references, VS_TYPICAL
     ratios = torch.full_like(values, math.nan)
@@ -272,9 +269,7 @@ RED = "#e0443c"
 
 
 def _row(name: str) -> str:
-    """Return the key of a row: its name after an invisible character, because plotly fails on names that JavaScript
-    uses too.
-    """
+    """Return the key of a row: an invisible character and its name, for plotly fails on names that JavaScript uses."""
     return f"\u200b{escaped(name)}"
 
 

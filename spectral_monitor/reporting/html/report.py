@@ -139,7 +139,7 @@ def _drawing(name: str, words: str) -> str:
 
 
 def _judged(measurements: Sequence[Measurement]) -> Measurement:
-    """Return the latest measurement at which any layer was judged, because NaN tells nothing; else the latest."""
+    """Return the latest measurement at which any layer was judged; the latest of all if there is none."""
     judged = (m for m in reversed(measurements) if is_judged(m) and tally(m).judged)
     return next(judged, measurements[-1])
 
