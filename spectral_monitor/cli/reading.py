@@ -48,11 +48,7 @@ def find_file(location: Path) -> Path:
 
 
 def at_step(measurements: Sequence[Measurement], step: int | None) -> Measurement:
-    """Return the measurement of a step; the last one if no step is given.
-
-    Raises:
-        ValueError: that step was not measured; the message has the nearest ones.
-    """
+    """Return the measurement of a step, by default the last one; raise a ValueError if it was not measured."""
     if step is None:
         return measurements[-1]
     of_step = [m for m in measurements if m.step == step]
@@ -67,8 +63,7 @@ def at_step(measurements: Sequence[Measurement], step: int | None) -> Measuremen
 def matching(pattern: str | None, names: Collection[str], kind: str = "layer") -> set[str]:
     """Return the names that match an fnmatch pattern, else those that contain it; all names without a pattern.
 
-    Raises:
-        ValueError: no name matches; the message has the nearest one.
+    If no name matches, it raises a ValueError with the nearest one.
     """
     if pattern is None:
         return set(names)

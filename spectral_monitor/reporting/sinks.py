@@ -69,11 +69,7 @@ class Sinks:
 
 
 def checked_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
-    """Return the sinks as a tuple.
-
-    Raises:
-        TypeError: it is no list, or an item lacks ``write`` or ``close``.
-    """
+    """Return the sinks as a tuple; raise a TypeError if it is no list, or an item lacks ``write`` or ``close``."""
     if isinstance(sinks, (Sink, str)) or not isinstance(sinks, Iterable):
         raise TypeError(f"sinks must be a list, such as [JSONLinesSink('run.jsonl')], got {sinks!r}")
     for sink in sinks:
@@ -83,11 +79,7 @@ def checked_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
 
 
 def check_free_space(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder on a disk that is nearly full; remote folders (``s3://...``) are not checked.
-
-    Raises:
-        OSError: fewer than 4 MiB are free, or there is no such folder.
-    """
+    """Raise an OSError if fewer than 4 MiB are free on a folder's disk; remote folders (``s3://...``) always pass."""
     if not is_remote(folder) and shutil.disk_usage(folder).free < MIN_FREE_BYTES:
         raise OSError(errno.ENOSPC, "no space left to write measurements", str(Path(folder)))
 

@@ -77,11 +77,7 @@ def answer(
 ) -> str:
     """Return the first line: what is off in one run only, else the layer that differs most.
 
-    Args:
-        a, b: a judged measurement of each run.
-        key: the quantity.
-        pairs: layer -> its value in both runs.
-        names: the layers, the largest difference first.
+    ``pairs``: layer -> the quantity ``key`` in both runs; ``names``: the layers, the largest difference first.
     """
     faults = {"A": _faults(a), "B": _faults(b)}
     one_sided = [
@@ -113,11 +109,7 @@ def _faults(record: Measurement) -> dict[tuple[str, str], Verdict]:
 
 
 def _quantity(requested: str | None, *runs: Sequence[Measurement]) -> str:
-    """Return the quantity to compare.
-
-    Raises:
-        ValueError: a run lacks it.
-    """
+    """Return the quantity to compare; raise a ValueError if a run lacks it."""
     a, b = (dict.fromkeys(key for record in run for key in record.values) for run in runs)
     common = [key for key in a if key in b]
     if not common:
@@ -135,11 +127,7 @@ def _quantity(requested: str | None, *runs: Sequence[Measurement]) -> str:
 def _pair(
     a: Sequence[Measurement], b: Sequence[Measurement], key: str, step: int | None
 ) -> tuple[Measurement, Measurement, str]:
-    """Return a measurement of each run, and their steps in words.
-
-    Raises:
-        ValueError: the step was not measured in both.
-    """
+    """Return a measurement of each run, and their steps in words; raise a ValueError if the step is not in both."""
     a_steps, b_steps = ({record.step: record for record in run if key in record.values} for run in (a, b))
     common = sorted(a_steps.keys() & b_steps.keys())
     if step is not None and step not in common:
@@ -155,11 +143,7 @@ def _pair(
 
 
 def _values(a: Measurement, b: Measurement, key: str) -> dict[str, tuple[float, float]]:
-    """Return layer -> the quantity in both runs, for the matrices that both have.
-
-    Raises:
-        ValueError: they have none in common.
-    """
+    """Return layer -> the quantity in both runs, for the matrices of both; raise a ValueError if there are none."""
     a_values, b_values = (
         {
             info.name: value

@@ -44,11 +44,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Refuse a file that cannot be written, before work is done for it.
-
-    Raises:
-        ValueError: it is a folder, or its folder does not exist.
-    """
+    """Raise a ValueError if a file cannot be written: it is a folder, or its folder does not exist."""
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"cannot write {str(path)!r}: give -o the name of a file in a folder that is there")
 

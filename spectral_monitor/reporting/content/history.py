@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -69,15 +70,16 @@ class Thinned:
 
     def values(self, quantity: str) -> Tensor:
         """Return the values of a quantity, (layers, steps); NaN where it was not measured."""
-        missing = torch.full((len(self.layers),), math.nan, device="cpu")
-        columns = [measurement.values.get(quantity, missing) for measurement in self.measurements]
-        return torch.stack([missing, *columns], dim=1)[:, 1:]  # there may be no columns
+        return self._stacked([measurement.values.get(quantity) for measurement in self.measurements])
 
     def bands(self, quantity: str) -> Tensor:
         """Return low, high and reference, (layers, steps, 3); NaN where it was compared with nothing."""
-        missing = torch.full((len(self.layers), 3), math.nan, device="cpu")
-        columns = [measurement.bands.get(quantity, missing) for measurement in self.measurements]
-        return torch.stack([missing, *columns], dim=1)[:, 1:]
+        return self._stacked([measurement.bands.get(quantity) for measurement in self.measurements], 3)
+
+    def _stacked(self, columns: Sequence[Tensor | None], *shape: int) -> Tensor:
+        missing = torch.full((len(self.layers), *shape), math.nan, device="cpu")
+        tensors = [missing if column is None else column for column in columns]
+        return torch.stack([missing, *tensors], dim=1)[:, 1:]  # there may be no columns
 
     def ratios(self, quantity: str) -> Tensor:
         """Return values over references, (layers, steps); NaN where there is no reference."""

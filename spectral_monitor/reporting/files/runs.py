@@ -33,11 +33,7 @@ def run_file(location: str | os.PathLike[str]) -> tuple[Path, int]:
 
 
 def run_files(folder: Path) -> list[Path]:
-    """Return every file of measurements in a folder and the folders in it.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Return every file of measurements in a folder and the folders in it; raise a FileNotFoundError without any."""
     files = [*folder.rglob(RUN_FILE), *folder.rglob(FURTHER_FILE.format("*"))]
     if not files:
         raise FileNotFoundError(f"no {RUN_FILE} in {str(folder)!r} or its folders; {WHAT_TO_GIVE}")

@@ -73,11 +73,7 @@ def page(
 
 
 def need_plotly(feature: str) -> None:
-    """Raise an error if plotly is not installed.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Raise an ImportError if plotly is not installed."""
     if find_spec("plotly") is None:
         raise ImportError(f'{feature} needs plotly: pip install "spectral-monitor[plots]"')
 
