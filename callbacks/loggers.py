@@ -19,7 +19,7 @@ from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.tally import is_judged
 from spectral_monitor.reporting.files.jsonlines import JSONLinesSink, run_file_name
 from spectral_monitor.reporting.html.report import whole_page
-from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks, is_remote, need_room
+from spectral_monitor.reporting.sinks import Sink, Sinks, check_free_space, checked_sinks, is_remote
 from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink, can_write_to
 from spectral_monitor.reporting.wandb_sink.sink import WandbSink
 
@@ -49,7 +49,7 @@ class LoggerSink:
     def write(self, measurement: Measurement) -> None:
         """Log all scalars in one call."""
         if is_instance(self._logger, "loggers.CSVLogger"):
-            need_room(self._logger.log_dir)
+            check_free_space(self._logger.log_dir)
         scalars = essentials(measurement, self._log, self._asked)
         if is_instance(self._logger, "loggers.MLFlowLogger"):
             scalars = {_REFUSED.sub("_", key): value for key, value in scalars.items()}

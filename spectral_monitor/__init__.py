@@ -4,7 +4,7 @@
 ``Measurement`` tables, judged against a ``SpectralCondition``; ``SpectralLRCorrector`` corrects learning rates. The
 formulas stand alone in ``spectral_monitor.functional``, and as metrics in ``spectral_monitor.metrics``.
 
-Nothing is imported before it is asked for, torch and Lightning included.
+Every name is imported when it is first used; so are torch and Lightning.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
     "spectral_param_groups",
 ]
 
-_WHERE = {
+_MODULE_OF = {
     "Check": "monitoring.preflight",
     "Inspection": "inspection.weights",
     "LRCorrection": "correction",
@@ -78,7 +78,7 @@ _INSTEAD = {
 }
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, _WHERE, _MODULES, _INSTEAD)
+    __getattr__ = lazy(__name__, _MODULE_OF, _MODULES, _INSTEAD)
 
 
 def __dir__() -> list[str]:

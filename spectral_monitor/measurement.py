@@ -17,30 +17,29 @@ if TYPE_CHECKING:
     from spectral_monitor.condition import Verdict
 
 LOST = "a gradient arrives, but nothing of it is left in the update"
-"""The reason that goes with a contribution of exactly 0 where no layer is dead."""
+"""The reason why a contribution is exactly 0 although no layer is dead."""
 ZERO = "undefined: it divides by a norm that is zero"
-"""The reason that a ratio to a matrix that is zero, or began at zero, has no value."""
+"""The reason why a ratio to a matrix that is zero, or began at zero, has no value."""
 NOT_FINITE = "NaN or inf in its values"
-"""The reason that goes with weights, updates or features that are not finite."""
+"""The reason why weights, updates or features that are not finite have no values."""
 NOT_CALLED = "not called in this step"
-"""The reason that a layer has no features although its calls could be seen."""
+"""The reason why a layer has no features although its calls could be observed."""
 UNFIT = "its outputs are not its inputs times its weight"
-"""The reason that a layer has none whose module multiplies its weight by something else."""
+"""The reason why a layer has no features if its module multiplies its weight by something else."""
 NOT_STEPPED = "its optimizer did not step"
-"""The reason that a layer has no update although other optimizers made a step."""
+"""The reason why a layer has no update although other optimizers made a step."""
 UNUSED = "no gradient: it was not used in this step, or is cut off from the loss"
-"""The reason that a layer has no update although its optimizer made a step."""
-
+"""The reason why a layer has no update although its optimizer made a step."""
 
 SUMMARY = "summary"
-"""In the place of a layer's name where a reason is of a value of the whole network."""
+"""Stands for a layer's name in reasons of values of the whole network."""
 
 HEALTHY, OFF, NOT_JUDGED = "healthy", "off", "not judged"
 
 ROLE_NAMES = {"operator": "hidden", "readout": "output", "embedding": "embedding", "vector": "vector"}
-"""What roles are called where people read them, and may be called where people give them."""
+"""Role -> its name in displays; users may give roles by these names too."""
 DENSE = frozenset({"operator", "readout"})
-"""Roles of layers that map dense features; which of them is the readout may be known only once the model has run."""
+"""Roles of layers that map dense features; sometimes only a forward pass tells which of them is the readout."""
 MATRICES = DENSE | {"embedding"}
 """Roles of layers that have spectral norms."""
 NODE = "node"
@@ -64,7 +63,7 @@ class LayerState(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One measured parameter as the measurement names it.
+    """One measured parameter.
 
     Attributes:
         name: module name, or parameter name where a module has several; without wrapper prefixes.
@@ -102,18 +101,18 @@ class Measurement:
     Attributes:
         step: optimizer steps taken, this one included.
         layers: L rows.
-        values: quantity -> (L,) float32 CPU tensor, NaN where it does not apply or could not be had.
+        values: quantity -> (L,) float32 CPU tensor, NaN where it does not apply or could not be measured.
         summary: values of the whole network.
-        verdicts: what is off, roots first, the worst first; empty until something judges.
-        errors: quantity -> (L,) standard errors of values that are of some rows of the features, against those of all
-            rows of the batch; 0 where all were used.
-        states: every matrix -> its :class:`LayerState`; empty until something judges.
-        flags: every layer that ever did -> 1 if it does now, 0 if not.
-        bands: quantity -> (L, 3): the lowest and the highest value that are in order, and the reference between them,
-            NaN where a layer is held against nothing; only of what was judged.
+        verdicts: what is off, roots first, the worst first; empty before the measurement is judged.
+        errors: quantity -> (L,) standard errors of values from a sample of the batch's rows, as estimates of the value
+            from all rows; 0 where all rows were used.
+        states: every matrix -> its :class:`LayerState`; empty before the measurement is judged.
+        flags: every layer that was ever off -> 1 if it is off now, 0 if not.
+        bands: quantity -> (L, 3): the lowest and the highest healthy value, and the reference between them; NaN for
+            layers that are compared with nothing. It has judged quantities only.
         reasons: why values are NaN, and why a contribution is exactly 0 although a gradient arrives:
             ``"quantity/layer"``, with ``"*"`` for all quantities or all layers -> sentence.
-            Ask with :meth:`why`; of values of the whole network with :data:`SUMMARY` for the layer.
+            Read them with :meth:`why`; for a value of the whole network the layer is :data:`SUMMARY`.
     """
 
     step: int
@@ -136,7 +135,7 @@ class Measurement:
         """Return one number; NaN where it does not apply.
 
         Raises:
-            KeyError: unknown quantity or layer, with the valid ones and what may have been meant.
+            KeyError: unknown quantity or layer; the message suggests valid ones.
         """
         names = [info.name for info in self.layers]
         if quantity in names and layer in self.values:
@@ -144,25 +143,25 @@ class Measurement:
         if quantity not in self.values:
             hint = did_you_mean(quantity, self.values)
             raise KeyError(f"{quantity!r} was not measured{hint or ';'} Measured: {', '.join(self.values)}")
-        return float(self.values[quantity][self._place(layer)])
+        return float(self.values[quantity][self._index(layer)])
 
     def __getitem__(self, layer: str) -> dict[str, float]:
         """Return every quantity of one layer: ``latest["net.2"]["update_natural"]``.
 
         Raises:
-            KeyError: there is no such layer, with what may have been meant.
+            KeyError: there is no such layer; the message suggests valid ones.
         """
-        place = self._place(layer)
-        return {key: float(column[place]) for key, column in self.values.items()}
+        index = self._index(layer)
+        return {key: float(column[index]) for key, column in self.values.items()}
 
     @cached_property
-    def _places(self) -> dict[str, int]:
-        return {info.name: place for place, info in enumerate(self.layers)}
+    def _indices(self) -> dict[str, int]:
+        return {info.name: index for index, info in enumerate(self.layers)}
 
-    def _place(self, layer: object) -> int:
-        if isinstance(layer, str) and layer in self._places:
-            return self._places[layer]
-        names = list(self._places)
+    def _index(self, layer: object) -> int:
+        if isinstance(layer, str) and layer in self._indices:
+            return self._indices[layer]
+        names = list(self._indices)
         if layer in self.values:
             raise KeyError(f"{layer!r} is a quantity: values[{layer!r}] has a number for each layer")
         if isinstance(layer, tuple):
@@ -177,17 +176,17 @@ class Measurement:
             layer: its name.
 
         Raises:
-            KeyError: there is no such quantity or layer, with what may have been meant.
+            KeyError: there is no such quantity or layer; the message suggests valid ones.
         """
         measured = quantity in self.values or quantity in self.summary
         if layer != SUMMARY and not measured and quantity not in QUANTITIES:
-            self._place(layer)
+            self._index(layer)
             raise KeyError(unknown("quantity", quantity, [*self.values, *self.summary]))
         for key in (f"{quantity}/{layer}", f"*/{layer}", f"{quantity}/*", "*/*"):
             if key in self.reasons:
                 return self.reasons[key]
         if layer != SUMMARY:
-            self._place(layer)
+            self._index(layer)
         if measured:
             return ""
         return f"{quantity} was not measured at this step{did_you_mean(quantity, [*self.values, *self.summary])}"
@@ -219,8 +218,8 @@ class Measurement:
         return frame(long_rows([self]))
 
     def scalars(self, prefix: str = "spectral") -> dict[str, float]:
-        """Everything finite as one flat dict: ``spectral/<quantity>/<layer>``, ``spectral/summary/<name>`` and, of
-        layers that violated the condition once, ``spectral/violation/<layer>``.
+        """Return all finite values as one flat dict: ``spectral/<quantity>/<layer>``, ``spectral/summary/<name>`` and,
+        for layers that were ever off, ``spectral/violation/<layer>``.
         """
         flat = {
             f"{prefix}/{key}/{info.name}": value

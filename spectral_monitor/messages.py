@@ -1,4 +1,4 @@
-"""Warnings: what they say, and each of them once. Names in a sentence."""
+"""Warnings that fit a console, each of them once; lists of names in a sentence."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def announce(text: str) -> None:
 def say(text: str, category: type[Warning], stacklevel: int = 2) -> None:
     """Warn, in lines that fit a console.
 
-    It is a warning like any other: it can be an error, be caught, or be silenced. Only where it is printed, its text
-    stands alone: the file and the line of source that Python adds to a warning are ours and say nothing to users.
+    The warning can be caught, silenced or turned into an error like any other. When it is printed, its text stands
+    alone: the file and line that Python adds to a warning are ours and say nothing to users.
     """
     with _formatting:
         before = warnings.formatwarning
@@ -49,7 +49,7 @@ def say(text: str, category: type[Warning], stacklevel: int = 2) -> None:
 
 
 def wrapped(text: str) -> str:
-    """Return a verdict in lines of a console, marked at its beginning.
+    """Return a verdict in lines that fit a console, with a mark in front.
 
     Example:
         >>> print(wrapped("step 15: head: its learning rate is 0.1, that of the other layers is 0.001: use 0.001"))
@@ -60,7 +60,7 @@ def wrapped(text: str) -> str:
 
 
 def in_lines(text: str) -> str:
-    r"""Return a sentence in lines of a console, indented from the second on; a command below it stays in one line.
+    r"""Return a sentence in lines that fit a console, all but the first indented; commands below it are not wrapped.
 
     Example:
         >>> print(in_lines(9 * "as it was " + "before:\n  cat log"))
@@ -74,37 +74,37 @@ def in_lines(text: str) -> str:
 
 
 class WarnOnce:
-    """Says each thing once.
+    """Gives each warning once.
 
-    An error counts as the same again if it is of the same type and comes from the same line, whatever its text.
+    Two errors count as the same if they have the same type and come from the same line, whatever their text.
     """
 
     def __init__(self, silent: bool = False) -> None:
-        """``silent``: says nothing, as where another process says the same."""
+        """``silent``: give no warnings, such as where another process gives the same."""
         self._silent = silent
-        self._said: set[object] = set()
+        self._warned: set[object] = set()
 
     def __call__(self, message: str, error: BaseException | None = None) -> None:
-        """Warn of something, or of an error, unless that was done before."""
-        about = message if error is None else _origin(error)
-        if about not in self._said and not self._silent:
-            self._said.add(about)
+        """Give a warning, perhaps about an error, unless it was given before."""
+        subject = message if error is None else _origin(error)
+        if subject not in self._warned and not self._silent:
+            self._warned.add(subject)
             say(message, SpectralMonitorWarning, stacklevel=3)
 
 
 def _origin(error: BaseException) -> tuple[str, str, int]:
-    trace, place = error.__traceback__, ("", 0)
+    trace, location = error.__traceback__, ("", 0)
     while trace is not None:
-        place = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        location = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
-    return (type(error).__name__, *place)
+    return (type(error).__name__, *location)
 
 
-def some(names: Sequence[str], most: int) -> str:
-    """Return the first of many names, for a sentence.
+def joined(names: Sequence[str], limit: int) -> str:
+    """Return names joined for a sentence; of many the first ones, and how many more there are.
 
     Example:
-        >>> some(["a", "b", "c"], 2), some(["a", "b"], 2)
+        >>> joined(["a", "b", "c"], 2), joined(["a", "b"], 2)
         ('a, b and 1 more', 'a, b')
     """
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

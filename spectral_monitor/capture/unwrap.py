@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spectral_monitor.layers.naming import PARALLEL
-from spectral_monitor.messages import some
+from spectral_monitor.messages import joined
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -78,6 +78,6 @@ def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
         raise ValueError(f"the optimizer holds no parameter of the model ({kind}): it is another model's, or a copy's")
     empty = [mine[id(p)] for p in held if p.is_meta]
     if empty:
-        names = some(empty, 3)
+        names = joined(empty, 3)
         raise ValueError(f"{names}: on the meta device, without values; give them values, then make the optimizer")
     return found

@@ -1,7 +1,7 @@
-"""The command ``spectral-monitor``: tables and pages of what runs have logged, and sweeps over widths.
+"""The command ``spectral-monitor``: tables and pages of logged runs, and sweeps over widths.
 
-Nothing here imports torch before a command needs it, so that help, completion and the commands that only read numbers
-start at once.
+Torch is imported only by commands that need it, so that help, completion and commands that only read numbers start at
+once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: its arguments; those of the process if none are given.
+        argv: its arguments; by default those of the process.
 
     Returns:
-        0; 1 where ``verdicts`` has found some; 2 where what was asked for cannot be had, which is said on stderr in
-        one sentence.
+        0; 1 if ``verdicts`` found any; 2 if the command failed, with the reason on stderr.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    command = next((word for word in given if not word.startswith("-")), "")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in arguments if not word.startswith("-")), "")
     parser = make_parser()
     if command and command not in COMMANDS:
         parser.error(f"no command {command!r}{did_you_mean(command, COMMANDS) or ';'} commands: {', '.join(COMMANDS)}")
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     try:
         status = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever was reading, such as `head`, has had enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

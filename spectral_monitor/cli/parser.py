@@ -48,7 +48,7 @@ def command(
     description: str,
     epilog: str,
 ) -> argparse.ArgumentParser:
-    """Add a command without arguments, which calls a function."""
+    """Add a command that calls ``run``, without arguments so far."""
     parser = commands.add_parser(
         name,
         help=COMMANDS[name],
@@ -61,10 +61,10 @@ def command(
 
 
 def add_run(parser: argparse.ArgumentParser, name: str = "place", metavar: str = "RUN_DIR") -> None:
-    """Add the argument that says which run."""
+    """Add the argument that selects a run."""
     parser.add_argument(name, type=Path, metavar=metavar, help=RUN_HELP)
 
 
 def add_layer(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that says which layers."""
+    """Add the option that selects layers."""
     parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")

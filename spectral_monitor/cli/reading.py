@@ -1,4 +1,4 @@
-"""Sources of measurements for the commands, and what is said about them."""
+"""The measurements that commands read, and messages about them."""
 
 from __future__ import annotations
 
@@ -14,39 +14,33 @@ from spectral_monitor.reporting.text.lines import printable
 from spectral_monitor.suggestions import did_you_mean, listed
 
 LARGE = 50_000_000
-"""Bytes of a file that takes some seconds to read."""
+"""Bytes from which on a file takes some seconds to read."""
 
 
 def say(text: str) -> None:
-    """Say something on stderr in one line, so that what is printed can go to a file."""
+    """Print a message as one line on stderr, so that stdout can go to a file."""
     print(f"spectral-monitor: {printable(text)}", file=sys.stderr)
 
 
-def records(place: Path, *, quiet: bool = False) -> tuple[Measurement, ...]:
-    """Return the measurements of a run that count, without torch; at least one.
-
-    ``quiet``: say nothing about which file is read and what of it is left out.
+def records(location: Path) -> tuple[Measurement, ...]:
+    """Return the measurements of a run that count, without torch; at least one. Print what is left out.
 
     Raises:
-        ValueError: it is no file of measurements, or has none yet.
-        OSError: there is none, or it cannot be read.
+        ValueError: the file holds no measurements.
+        OSError: there is no such file, or it cannot be read.
     """
-    path = find_file(place, quiet=quiet)
-    kept, notes = settled_in(path, read_records)
-    if not quiet:
-        for note in notes:
-            say(note)
-    return kept
+    measurements, notes = settled_in(find_file(location), read_records)
+    for note in notes:
+        say(note)
+    return measurements
 
 
-def find_file(place: Path, *, quiet: bool = False) -> Path:
-    """Return the file that is meant, and say so where there are others."""
-    path, others = run_file(place)
-    if quiet:
-        return path
+def find_file(location: Path) -> Path:
+    """Return the newest file of measurements; print its name if there are others or it is large."""
+    path, others = run_file(location)
     if others:
-        more = "is one more file" if others == 1 else f"are {others} more files"
-        say(f"reading {path}, the newest; there {more} of measurements in {place}")
+        count = "is one more file" if others == 1 else f"are {others} more files"
+        say(f"reading {path}, the newest; there {count} of measurements in {location}")
     size = path.stat().st_size
     if size > LARGE:
         say(f"{path} has {size / 1e6:.0f} MB, that takes a moment")
@@ -54,31 +48,27 @@ def find_file(place: Path, *, quiet: bool = False) -> Path:
 
 
 def at_step(measurements: Sequence[Measurement], step: int | None) -> Measurement:
-    """Return the measurement of a step, the last one without a step.
-
-    Raises:
-        ValueError: that step was not measured; with the nearest ones.
-    """
-    chosen = [m for m in measurements if step is None or m.step == step]
-    if chosen:
-        return chosen[-1]
+    """Return the measurement of a step, by default the last one; raise a ValueError if it was not measured."""
+    if step is None:
+        return measurements[-1]
+    of_step = [m for m in measurements if m.step == step]
+    if of_step:
+        return of_step[-1]
     steps = [m.step for m in measurements]
-    near = sorted(steps, key=lambda other: abs(other - (step or 0)))[:2]
-    nearest = " and ".join(str(other) for other in sorted(near))
+    nearest = " and ".join(map(str, sorted(sorted(steps, key=lambda other: abs(other - step))[:2])))
     count = "1 step was" if len(steps) == 1 else f"{len(steps)} steps were"
     raise ValueError(f"step {step} was not measured; {count}, from {steps[0]} to {steps[-1]}, nearest {nearest}")
 
 
-def matching(pattern: str | None, names: Collection[str], what: str = "layer") -> set[str]:
-    """Return the names that an fnmatch pattern fits, or that contain it; all without a pattern.
+def matching(pattern: str | None, names: Collection[str], kind: str = "layer") -> set[str]:
+    """Return the names that match an fnmatch pattern, else those that contain it; all names without a pattern.
 
-    Raises:
-        ValueError: none does; with the nearest name.
+    If no name matches, it raises a ValueError with the nearest one.
     """
     if pattern is None:
         return set(names)
-    fits = {name for name in names if fnmatchcase(name, pattern)} or {name for name in names if pattern in name}
-    if not fits:
+    matches = {name for name in names if fnmatchcase(name, pattern)} or {name for name in names if pattern in name}
+    if not matches:
         hint = did_you_mean(pattern, names, 0.5)
-        raise ValueError(f"no {what} matches {pattern!r}{hint or ';'} there are {listed(names)}")
-    return fits
+        raise ValueError(f"no {kind} matches {pattern!r}{hint or ';'} there are {listed(names)}")
+    return matches

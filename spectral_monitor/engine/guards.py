@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from spectral_monitor.engine.results.reasons import REPLACED
 from spectral_monitor.layers import Layer
 from spectral_monitor.layers.naming import named_modules
-from spectral_monitor.messages import WarnOnce, some
+from spectral_monitor.messages import WarnOnce, joined
 from spectral_monitor.quantities import TIERS
 from spectral_monitor.state.dtensor import is_distributed
 
@@ -89,10 +89,10 @@ class ParameterTracker:
         if found:
             names = [self._layers[i].info.name for i in sorted(found)]
             hint = "Another fit, or another probe, measures it as it is then"
-            warn(f"not measured any more: {some(names, MAX_NAMES)}; {REPLACED}. {hint}")
+            warn(f"not measured any more: {joined(names, MAX_NAMES)}; {REPLACED}. {hint}")
         if self._layers and (new := _added(self._first, now)):
             hint = "Another fit, or another probe, measures what there is then"
-            warn(f"not measured, because added after the layers were listed: {some(new, MAX_NAMES)}. {hint}")
+            warn(f"not measured, because added after the layers were listed: {joined(new, MAX_NAMES)}. {hint}")
         return found
 
 

@@ -27,7 +27,7 @@ __all__ = [
     "wandb_workspace",
 ]
 
-_WHERE = {
+_MODULE_OF = {
     "JSONLinesSink": "files.jsonlines",
     "Sink": "sinks",
     "Sinks": "sinks",
@@ -39,5 +39,5 @@ _WHERE = {
     "wandb_workspace": "wandb_sink.workspace",
 }
 
-if not TYPE_CHECKING:  # files are read without torch
-    __getattr__ = lazy(__name__, _WHERE)
+if not TYPE_CHECKING:  # lazy, so that files are read without torch
+    __getattr__ = lazy(__name__, _MODULE_OF)

@@ -1,4 +1,4 @@
-"""A limit of infinite width beside a run: a run of its own in the folder ``limit``."""
+"""A limit of infinite width beside a training run: a run of its own in the folder ``limit``."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
 
 FOLDER = "limit"
 FILE = "limit.jsonl"
-"""Another name than that of a training's file, which is looked for in all folders."""
+"""It differs from the name of a run's file, so that a search for runs does not find it."""
 
 
 def write_limit(
     measurements: Iterable[Measurement], folder: str | os.PathLike[str], sinks: Sequence[Sink] = ()
 ) -> Path:
-    """Write a limit as a run of its own, beside that of a training.
+    """Write a limit as a run of its own, beside a training run.
 
-    In ``folder/limit`` there is then a file of JSON lines, which ``spectral-monitor report folder`` draws as dashed
-    lines. Beside it are TensorBoard events under the same tags as the training's, so that TensorBoard shows the run
-    ``limit`` in the same charts. A run of W&B takes ``sinks=[WandbSink(wandb.init(group=..., name="limit"))]``, with
-    the group of the training.
+    It writes a file of JSON lines to ``folder/limit``, which ``spectral-monitor report folder`` draws as dashed lines.
+    It also writes TensorBoard events with the tags of the training run, so that TensorBoard shows the run ``limit`` in
+    the same charts. For W&B pass ``sinks=[WandbSink(wandb.init(group=..., name="limit"))]`` with the group of the
+    training run.
 
     Args:
         measurements: at infinite width, such as :func:`spectral_monitor.scaling.reference_run` returns.
-        folder: of the training's run.
-        sinks: others that are to have them.
+        folder: of the training run.
+        sinks: further receivers of the measurements.
 
     Returns:
         The folder ``folder/limit``.
@@ -41,16 +41,16 @@ def write_limit(
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    found = list(measurements)
-    if not found:
+    measurements = list(measurements)
+    if not measurements:
         raise ValueError("there is no limit to write: no measurements")
     target = Path(folder) / FOLDER
     if (target / FILE).exists():
         raise FileExistsError(f"there is a limit in {str(target)!r} already")
     writer: Any = SummaryWriter(str(target))
-    every: list[Sink] = [JSONLinesSink(target / FILE), TensorBoardSink(writer, heatmap_every=0), *sinks]
-    for sink in every:
-        for measurement in found:
+    all_sinks: list[Sink] = [JSONLinesSink(target / FILE), TensorBoardSink(writer, heatmap_every=0), *sinks]
+    for sink in all_sinks:
+        for measurement in measurements:
             sink.write(measurement)
         sink.close()
     writer.close()
@@ -58,7 +58,7 @@ def write_limit(
 
 
 def read_limit(folder: str | os.PathLike[str]) -> list[Measurement]:
-    """Return the limit in the folder of a run, or in that of a run's file; none if there is none."""
-    place = Path(folder)
-    path = (place.parent if place.is_file() else place) / FOLDER / FILE
+    """Return the limit in the folder of a run, which may be given by a file in it; empty if there is none."""
+    folder = Path(folder)
+    path = (folder.parent if folder.is_file() else folder) / FOLDER / FILE
     return list(read_measurements(path)) if path.is_file() else []

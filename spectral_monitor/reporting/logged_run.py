@@ -1,4 +1,4 @@
-"""A run that was logged, read from its file."""
+"""A logged run, read from its file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spectral_monitor.reporting.run import MeasuredRun
 
 
 class Run(MeasuredRun):
-    """A run that was logged; iterating over it gives its measurements, steps rising.
+    """A logged run; iterating over it yields its measurements, steps rising.
 
     Attributes:
-        notes: what was left out, in sentences.
+        notes: sentences on measurements that were left out.
     """
 
     def __init__(self, measurements: Iterable[Measurement], notes: Sequence[str] = ()) -> None:
@@ -23,7 +23,7 @@ class Run(MeasuredRun):
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """Return all of them, which are of the same layers."""
+        """Return all measurements; they are of the same layers."""
         return self._measurements
 
     def __iter__(self) -> Iterator[Measurement]:
@@ -43,10 +43,10 @@ def load(run: str | os.PathLike[str]) -> Run:
     """Read a run that ``SpectralMonitor`` or a ``JSONLinesSink`` has logged.
 
     Args:
-        run: the folder that it was logged to, or one above it, of which the newest run is taken; or the file itself.
+        run: the folder that it was logged to, or one above it, in which the newest run is taken; or the file itself.
 
     Raises:
-        ValueError: the file is not one of ours, or has no measurement yet.
+        ValueError: the file was not written by spectral_monitor, or has no measurement yet.
         OSError: there is no such file or folder, or it cannot be read.
 
     Example:
@@ -60,11 +60,11 @@ SpectralMonitor has logged, or a file that a JSONLinesSink wrote
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Return what a file of measurements says in the end, see :func:`~spectral_monitor.reporting.files.runs.settle`.
+    """Return the run in a file: the measurements that count, see :func:`~spectral_monitor.reporting.files.runs.settle`.
 
     Raises:
-        ValueError: it is no such file, or holds no measurement yet.
-        OSError: it cannot be read.
+        ValueError: the file holds no measurements.
+        OSError: the file cannot be read.
     """
     from spectral_monitor.reporting.files.jsonlines import read_measurements  # with torch
 

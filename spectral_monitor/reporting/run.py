@@ -1,4 +1,4 @@
-"""The questions that a run answers, whether it is live in a monitor or probe, or was logged."""
+"""The interface of a run, whether it is live in a monitor or probe, or was logged."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _INSTEAD = {
     "save": "report(path) writes a page, to_pandas() makes a DataFrame",
     "losses": "latest.summary['loss_change'] is what one step changed; log the loss itself with Lightning",
 }
-"""Name that people try -> what to use."""
+"""Name that people try -> sentence on what to use."""
 
 
 class MeasuredRun:
-    """Everything that can be asked of a run.
+    """The measurements of a run, as tables, plots, pages and verdicts.
 
-    :class:`~spectral_monitor.SpectralMonitor`, :class:`~spectral_monitor.SpectralProbe` and what
-    :func:`~spectral_monitor.load` returns have all of it.
+    :class:`~spectral_monitor.SpectralMonitor`, :class:`~spectral_monitor.SpectralProbe` and the result of
+    :func:`~spectral_monitor.load` are such runs.
     """
 
     _notes: Sequence[str] = ()
@@ -60,7 +60,7 @@ class MeasuredRun:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """The verdicts of the newest measurement that could be judged, roots first; empty if there are none."""
+        """The verdicts of the newest measurement that was judged, roots first; empty if there are none."""
         from spectral_monitor.reporting.content.tally import latest_judged
 
         judged = latest_judged(self.measurements)
@@ -97,7 +97,7 @@ class MeasuredRun:
 
         Args:
             quantity: a key that was measured.
-            layers: fnmatch pattern of matrices, or several; by default all of them.
+            layers: one or more fnmatch patterns of matrices; by default all matrices.
 
         Raises:
             ValueError: the quantity was not measured, a pattern matches no layer, or nothing was measured yet.
@@ -111,7 +111,7 @@ class MeasuredRun:
         """Write the page of this run and return its path.
 
         Args:
-            path: of an HTML file; what is there is replaced.
+            path: of the HTML file; an existing file is replaced.
 
         Raises:
             ValueError: nothing was measured yet.
@@ -127,43 +127,42 @@ class MeasuredRun:
         """Raise if a layer or the network is off, or if no layer was judged: for tests of a training script.
 
         Raises:
-            AssertionError: with the layers, causes and what to do.
+            AssertionError: with the layers, the causes and what to do.
         """
         from spectral_monitor.reporting.content.headline import headline
         from spectral_monitor.reporting.content.tally import latest_judged, tally
 
         judged = latest_judged(self.measurements)
         if judged is None:
-            why = "nothing was measured" if self.latest is None else headline(self.latest)
-            raise AssertionError(f"nothing is known about this run: {why}")
+            reason = "nothing was measured" if self.latest is None else headline(self.latest)
+            raise AssertionError(f"nothing is known about this run: {reason}")
         if judged.verdicts or not tally(judged).judged:
             lines = "".join(f"\n  {verdict}" for verdict in judged.roots)
             raise AssertionError(f"step {judged.step}: {headline(judged)}{lines}")
 
-    def __getitem__(self, place: int) -> Measurement:
-        """Return the measurement at a place, -1 for the newest.
+    def __getitem__(self, index: int) -> Measurement:
+        """Return one measurement; -1 is the newest.
 
         Raises:
-            IndexError: there are not as many.
-            TypeError: it is no place, such as the name of a layer.
+            IndexError: there are not that many.
+            TypeError: the index is not a number, such as the name of a layer.
         """
-        if not isinstance(place, int):
-            raise TypeError(f"a place is a number, such as -1; the newest numbers of a layer are latest[{place!r}]")
-        return self.measurements[place]
+        if not isinstance(index, int):
+            raise TypeError(f"a place is a number, such as -1; the newest numbers of a layer are latest[{index!r}]")
+        return self.measurements[index]
 
     def _repr_html_(self) -> str:
         latest = self.latest
         return f"<p>{self.table()}</p>" if latest is None else latest._repr_html_()
 
     def __dir__(self) -> list[str]:
-        """Without the hooks that a trainer calls, so that completion shows what users can ask."""
+        """Return all names but the hooks that a trainer calls, so that completion shows what users need."""
         return sorted(name for name in super().__dir__() if not name.startswith("on_"))
 
     if not TYPE_CHECKING:  # so that a type checker still reports names that are not there
 
         def __getattr__(self, name: str) -> Any:
-            known = [each for each in dir(type(self)) if not each.startswith(("_", "on_"))]
             hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
             if not hint and not name.startswith("_"):
-                hint = did_you_mean(name, known)
+                hint = did_you_mean(name, [valid for valid in dir(type(self)) if not valid.startswith(("_", "on_"))])
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}{hint}")

@@ -1,4 +1,4 @@
-"""Sinks: the receivers of measurements. A sink that fails does not stop a run."""
+"""Sinks, the receivers of measurements. A sink that fails does not stop a run."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Protocol, runtime_checkable
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import WarnOnce
 
-ROOM = 1 << 22
-"""Bytes that must be free on a disk before something is written to it: others want to go on writing too."""
+MIN_FREE_BYTES = 1 << 22
+"""Bytes that must be free on a disk before a sink writes to it: the training needs some too."""
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes measurements; any class with these two methods will do.
+    """Takes measurements; any class with these two methods is one.
 
-    Both run in the training process, on the first of several. What they raise becomes a warning.
+    Both run in the training process, on rank 0 of several. Errors that they raise become warnings.
     """
 
     def write(self, measurement: Measurement) -> None:
         """Take the next measurement."""
 
     def close(self) -> None:
-        """End the run: training is over or has stopped on an error; another run may follow."""
+        """End the run: training is over or stopped with an error; another run may follow."""
 
 
 class Sinks:
-    """Several sinks; one that fails costs a warning and what it was to be given, nothing else.
+    """Several sinks; if one fails, it misses a measurement and there is a warning, nothing else.
 
     Example:
         >>> class Printer:
@@ -49,31 +49,27 @@ class Sinks:
         self._warn = warn or WarnOnce()
 
     def write(self, measurement: Measurement) -> None:
-        """Give all of them the next measurement."""
+        """Write a measurement to all sinks."""
         self._each(lambda sink: sink.write(measurement), "did not take the measurement ({}); training goes on")
 
     def close(self) -> None:
-        """Tell all of them that it is over."""
+        """Close all sinks."""
         self._each(lambda sink: sink.close(), "was not closed ({})")
 
-    def _each(self, do: Callable[[Sink], None], otherwise: str) -> None:
+    def _each(self, action: Callable[[Sink], None], failure: str) -> None:
         for sink in self._sinks:
             try:
-                do(sink)
+                action(sink)
             except Exception as error:
                 name = getattr(sink, "name", "") or type(sink).__name__
-                self._warn(f"{name} {otherwise.format(f'{type(error).__name__}: {error}')}", error)
+                self._warn(f"{name} {failure.format(f'{type(error).__name__}: {error}')}", error)
 
     def __len__(self) -> int:
         return len(self._sinks)
 
 
 def checked_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
-    """Return the sinks, checked.
-
-    Raises:
-        TypeError: one has no ``write`` or no ``close``.
-    """
+    """Return the sinks as a tuple; raise a TypeError if it is no list, or an item lacks ``write`` or ``close``."""
     if isinstance(sinks, (Sink, str)) or not isinstance(sinks, Iterable):
         raise TypeError(f"sinks must be a list, such as [JSONLinesSink('run.jsonl')], got {sinks!r}")
     for sink in sinks:
@@ -82,13 +78,9 @@ def checked_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
     return tuple(sinks)
 
 
-def need_room(folder: str | os.PathLike[str]) -> None:
-    """Leave a disk alone that is nearly full; a folder of another machine (``s3://...``) is not looked at.
-
-    Raises:
-        OSError: fewer than 4 MiB are free, or there is no such folder.
-    """
-    if not is_remote(folder) and shutil.disk_usage(folder).free < ROOM:
+def check_free_space(folder: str | os.PathLike[str]) -> None:
+    """Raise an OSError if fewer than 4 MiB are free on a folder's disk; remote folders (``s3://...``) always pass."""
+    if not is_remote(folder) and shutil.disk_usage(folder).free < MIN_FREE_BYTES:
         raise OSError(errno.ENOSPC, "no space left to write measurements", str(Path(folder)))
 
 

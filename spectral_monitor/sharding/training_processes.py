@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spectral_monitor.messages import some
+from spectral_monitor.messages import joined
 from spectral_monitor.sharding.fsdp1 import instances
 from spectral_monitor.sharding.process_group import ProcessGroup
 from spectral_monitor.state.dtensor import is_distributed, local_part
@@ -100,7 +100,7 @@ def check_alike(held: Iterable[tuple[str, Sequence[Tensor]]], processes: Process
     for rank, theirs in enumerate(others, 1):
         if other := [name for name, bits in theirs.items() if first.get(name) != bits]:
             raise ValueError(
-                f"process {rank} holds other weights of {some(other, MAX_NAMES)} than process 0: make the probe when "
+                f"process {rank} holds other weights of {joined(other, MAX_NAMES)} than process 0: make the probe when "
                 "the model is wrapped (DistributedDataParallel sends the weights of process 0 to all); what each "
                 "process has of its own is to be left out, with exclude=[...]"
             )

@@ -277,11 +277,11 @@ def test_a_full_disk_costs_a_warning(tmp_path, kind):
 
 def test_a_disk_that_is_nearly_full_is_left_alone(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(sinks.shutil, "disk_usage", lambda folder: usage._replace(free=sinks.ROOM - 1))
+    monkeypatch.setattr(sinks.shutil, "disk_usage", lambda folder: usage._replace(free=sinks.MIN_FREE_BYTES - 1))
     with pytest.raises(OSError, match="no space left to write measurements"):
-        sinks.need_room(tmp_path)
-    monkeypatch.setattr(sinks.shutil, "disk_usage", lambda folder: usage._replace(free=sinks.ROOM))
-    sinks.need_room(tmp_path)
+        sinks.check_free_space(tmp_path)
+    monkeypatch.setattr(sinks.shutil, "disk_usage", lambda folder: usage._replace(free=sinks.MIN_FREE_BYTES))
+    sinks.check_free_space(tmp_path)
 
 
 def test_weights_are_no_sinks():

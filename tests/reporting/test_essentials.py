@@ -118,7 +118,7 @@ def test_everything_and_patterns():
     assert essentials(deep, ["contribution/h[3].w"]).keys() - essentials(deep).keys() == {
         "spectral_contribution/h[3].w"
     }
-    asked = essentials(network(["a", "b"], keys=["bfa", "lr"]), asked=["bfa"])
+    asked = essentials(network(["a", "b"], keys=["bfa", "lr"]), requested=["bfa"])
     assert {"spectral_bfa/a", "spectral_bfa/b"} <= asked.keys()
     assert not [key for key in asked if "spectral_lr" in key]
 

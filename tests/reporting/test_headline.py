@@ -11,7 +11,7 @@ import torch
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.content.headline import announcement, brief, headline, headlines
-from spectral_monitor.reporting.content.tally import disturbed, off, tally, told
+from spectral_monitor.reporting.content.tally import disturbed, off, root_keys, tally
 from tests.reporting import gpt
 from tests.reporting.gpt import FOLLOWERS, MATRICES, ROOTS, measured, of_network, root
 
@@ -143,5 +143,5 @@ def test_what_a_root_says_when_it_begins():
 
 def test_what_makes_it_worth_saying_again():
     """Roots; not which layer of a cause is the worst, and not what follows from them."""
-    assert told(SAME) == told(measured(roots=[root(*reversed(ROOTS))]))
-    assert len({told(measured()), told(ONE), told(TWO), told(SAME), told(measured(roots=[of_network()]))}) == 5
+    assert root_keys(SAME) == root_keys(measured(roots=[root(*reversed(ROOTS))]))
+    assert len(set(map(root_keys, (measured(), ONE, TWO, SAME, measured(roots=[of_network()]))))) == 5

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from spectral_monitor.reporting.content.families import families_of
-from spectral_monitor.reporting.content.labels import NAME, named, shortened
+from spectral_monitor.reporting.content.labels import MAX_NAME_LENGTH, rows_with_names, shortened
 
 BLOCK = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
 BLOCK += ("intermediate.dense", "output.dense")
@@ -70,7 +70,7 @@ def numbers(name):
     return re.findall(r"\d+", name)
 
 
-@pytest.mark.parametrize("room", [22, NAME])
+@pytest.mark.parametrize("room", [22, MAX_NAME_LENGTH])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_no_two_are_alike_and_all_have_room(network, room):
     names = NETWORKS[network]
@@ -84,7 +84,7 @@ def test_no_two_are_alike_and_all_have_room(network, room):
         assert "……" not in label
 
 
-@pytest.mark.parametrize("room", [22, NAME])
+@pytest.mark.parametrize("room", [22, MAX_NAME_LENGTH])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_numbers_in_which_layers_differ_stay(network, room):
     names = NETWORKS[network]
@@ -146,11 +146,11 @@ def test_names_for_which_there_is_room():
     for count in (1, 7, 100, 1000):
         for outside in ([], [0], [3, 4, 5], list(range(50, 90)), list(range(1000))):
             marked = [i in outside for i in range(count)]
-            rows = named(marked, 38)
+            rows = rows_with_names(marked, 38)
             assert len(rows) <= 38 or len(rows) == count
             apart = -(-count // 38)
             assert all(b - a >= apart for a, b in pairwise(rows))
             assert any(i > count - 1 - apart for i in rows), "the last one, or one beside it that is outside"
             for i in outside:
                 assert i >= count or any(abs(i - k) < apart and marked[k] for k in rows)
-    assert named([], 5) == []
+    assert rows_with_names([], 5) == []

@@ -11,7 +11,7 @@ import torch
 
 from spectral_monitor import Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.html.curves import drawn
+from spectral_monitor.reporting.html.curves import sampled
 from tests.reporting.test_report import deep, layers_of, page_of, verdict
 
 
@@ -44,7 +44,7 @@ def test_only_layers_that_share_a_band_have_an_area(order):
 @pytest.mark.parametrize("first", [0, 1, 3, 150])
 def test_layers_of_which_curves_are_drawn(count, first):
     places = list(range(0, count, 7))[:first]
-    found = drawn(range(count), [i in places for i in range(count)])
+    found = sampled(range(count), [i in places for i in range(count)])
     assert len(found) == len(set(found)) == min(count, 120)
     assert found == sorted(found)
     assert set(places) <= set(found) or len(places) > 120

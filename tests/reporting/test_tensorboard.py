@@ -177,7 +177,7 @@ def test_a_full_disk_is_left_alone(writer, monkeypatch):
     sink = TensorBoardSink(writer)
     writer.flush()
     size = sum(event.ByteSize() for event in events(writer))
-    monkeypatch.setattr(sinks_module, "ROOM", 1 << 80)
+    monkeypatch.setattr(sinks_module, "MIN_FREE_BYTES", 1 << 80)
     with pytest.raises(OSError, match="no space left"):
         sink.write(measurement(10))
     TensorBoardSink(writer)  # training may start all the same
@@ -206,7 +206,7 @@ def test_a_folder_that_is_gone_and_a_writer_that_is_closed(writer):
 
 def test_what_goes_wrong_is_one_warning_and_the_writer_goes_on(writer, monkeypatch):
     told = Sinks([TensorBoardSink(writer)])
-    monkeypatch.setattr(sinks_module, "ROOM", 1 << 80)
+    monkeypatch.setattr(sinks_module, "MIN_FREE_BYTES", 1 << 80)
     with pytest.warns(SpectralMonitorWarning, match="TensorBoardSink did not take the measurement"):
         told.write(measurement(10))
     told.write(measurement(20))  # another warning would be an error

@@ -1,4 +1,4 @@
-"""``spectral-monitor compare``: what is different between two runs, layer by layer."""
+"""``spectral-monitor compare``: differences between two runs, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spectral_monitor.cli.commands.report import check_target, wrote
 from spectral_monitor.cli.parser import add_layer, add_run, command
-from spectral_monitor.cli.reading import find_file, matching, records
+from spectral_monitor.cli.reading import matching, records
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.tally import JUDGED_BY, latest_judged, off
@@ -17,9 +17,9 @@ from spectral_monitor.reporting.text.lines import Column, aligned, printable, te
 from spectral_monitor.suggestions import unknown
 
 MAX_ROWS = 20
-"""Rows, of the layers that differ most, without ``--all``."""
-ALIKE = 1.5
-"""Factor below which nobody calls two runs different."""
+"""Rows without ``--all``, for the layers that differ most."""
+MIN_DIFFERENCE = 1.5
+"""Ratio of two values from which on they count as different."""
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,25 +52,23 @@ def _compare(args: argparse.Namespace) -> None:
         check_target(args.output)
     runs = records(args.a), records(args.b)
     key = _quantity(args.quantity, *runs)
-    a, b, said = _pair(*runs, key, args.step)
+    a, b, steps = _pair(*runs, key, args.step)
     pairs = _values(a, b, key)
-    kept = matching(args.layer, pairs)
-    pairs = {name: pair for name, pair in pairs.items() if name in kept}
+    selected = matching(args.layer, pairs)
+    pairs = {name: pair for name, pair in pairs.items() if name in selected}
     judged = [
-        latest_judged([record for record in run if record.step <= of.step]) or of
-        for run, of in zip(runs, (a, b), strict=True)
+        latest_judged([record for record in run if record.step <= measurement.step]) or measurement
+        for run, measurement in zip(runs, (a, b), strict=True)
     ]
     names = sorted(pairs, key=lambda name: -_distance(pairs[name]))
-    told = printable(answer(judged[0], judged[1], key, pairs, names))
-    lines = [told, f"A: {args.a}", f"B: {args.b}", f"{key}, {said}"]
-    lines += _table(names, pairs, judged, args.all)
+    first_line = printable(answer(judged[0], judged[1], key, pairs, names))
+    lines = [first_line, f"A: {args.a}", f"B: {args.b}", f"{key}, {steps}", *_table(names, pairs, judged, args.all)]
     print("\n".join(lines))
     if args.output is not None:
         from spectral_monitor.reporting.html.compare import write_comparison
-        from spectral_monitor.reporting.logged_run import read_run
+        from spectral_monitor.reporting.logged_run import load
 
-        a_run, b_run = (read_run(find_file(place, quiet=True)) for place in (args.a, args.b))
-        write_comparison(a_run, b_run, (str(args.a), str(args.b)), lines, args.output)
+        write_comparison(load(args.a), load(args.b), (str(args.a), str(args.b)), lines, args.output)
         print(wrote(args.output))
 
 
@@ -79,128 +77,118 @@ def answer(
 ) -> str:
     """Return the first line: what is off in one run only, else the layer that differs most.
 
-    ``pairs``: layer -> its value in both runs; ``names``: of the layers, the largest difference first.
+    ``pairs``: layer -> the quantity ``key`` in both runs; ``names``: the layers, the largest difference first.
     """
     faults = {"A": _faults(a), "B": _faults(b)}
-    only = [
+    one_sided = [
         (run, verdict)
         for run, other in (("B", "A"), ("A", "B"))
-        for place, verdict in faults[run].items()
-        if place not in faults[other]
+        for fault, verdict in faults[run].items()
+        if fault not in faults[other]
     ]
-    if only:
-        run, verdict = only[0]
-        where = "the network" if verdict.layer == NETWORK else verdict.layer
-        more = len({(side, v.cause, v.layer) for side, v in only}) - 1
-        return f"{where} is off in {run} only: {verdict.sentence}" + (f" (and {more} more)" if more else "")
+    if one_sided:
+        run, verdict = one_sided[0]
+        layer = "the network" if verdict.layer == NETWORK else verdict.layer
+        others = len({(side, v.cause, v.layer) for side, v in one_sided}) - 1
+        return f"{layer} is off in {run} only: {verdict.sentence}" + (f" (and {others} more)" if others else "")
     if not names or _distance(pairs[names[0]]) < 0:
         return f"nothing can be compared: {key} is NaN in both runs"
     first = names[0]
-    apart, (x, y) = _distance(pairs[first]), pairs[first]
-    if math.isinf(apart):
+    distance, (x, y) = _distance(pairs[first]), pairs[first]
+    if math.isinf(distance):
         return f"{first} differs most: {key} is {short(x)} in A and {short(y)} in B"
-    if apart < math.log(ALIKE):
-        return f"no layer's {key} differs by more than {short(math.exp(apart))}x"
-    return f"{first} differs most: {key} is {short(math.exp(apart))}x {'larger' if abs(y) > abs(x) else 'smaller'} in B"
+    factor = math.exp(distance)
+    if factor < MIN_DIFFERENCE:
+        return f"no layer's {key} differs by more than {short(factor)}x"
+    return f"{first} differs most: {key} is {short(factor)}x {'larger' if abs(y) > abs(x) else 'smaller'} in B"
 
 
 def _faults(record: Measurement) -> dict[tuple[str, str], Verdict]:
-    """Return what is off by itself: layer and cause -> verdict, for each layer of each root."""
+    """Return (layer, cause) -> verdict, for each layer of each root."""
     return {(layer, root.cause): root for root in record.roots for layer in (root.layers or (root.layer,))}
 
 
-def _quantity(wanted: str | None, *runs: Sequence[Measurement]) -> str:
-    """Return the quantity to compare.
-
-    Raises:
-        ValueError: not both runs have it.
-    """
+def _quantity(requested: str | None, *runs: Sequence[Measurement]) -> str:
+    """Return the quantity to compare; raise a ValueError if a run lacks it."""
     a, b = (dict.fromkeys(key for record in run for key in record.values) for run in runs)
-    both = [key for key in a if key in b]
-    if not both:
+    common = [key for key in a if key in b]
+    if not common:
         raise ValueError(f"the runs have no quantity in common: A has {', '.join(a)}; B has {', '.join(b)}")
-    if wanted is None:
-        return next((key for key in JUDGED_BY if key in both), both[0])
-    if wanted not in both:
-        where = next((f"; only {name} has it" for name, of in (("A", a), ("B", b)) if wanted in of), "")
-        raise ValueError(
-            f"--quantity {wanted!r} is not in both runs{where}" if where else unknown("quantity", wanted, both)
-        )
-    return wanted
+    if requested is None:
+        return next((key for key in JUDGED_BY if key in common), common[0])
+    for run, keys in (("A", a), ("B", b)):
+        if requested in keys and requested not in common:
+            raise ValueError(f"--quantity {requested!r} is not in both runs; only {run} has it")
+    if requested not in common:
+        raise ValueError(unknown("quantity", requested, common))
+    return requested
 
 
 def _pair(
     a: Sequence[Measurement], b: Sequence[Measurement], key: str, step: int | None
 ) -> tuple[Measurement, Measurement, str]:
-    """Return a measurement of each run, and in words which.
-
-    Raises:
-        ValueError: the step was not measured in both.
-    """
-    found = [{record.step: record for record in run if key in record.values} for run in (a, b)]
-    common = sorted(found[0].keys() & found[1].keys())
-    if step is not None:
-        if step not in common:
-            nearest = min(common, key=lambda other: abs(other - step)) if common else None
-            raise ValueError(
-                f"{key} was not measured at step {step} in both runs"
-                + (f"; nearest {nearest}" if nearest is not None else "; they have no step in common")
-            )
-        return found[0][step], found[1][step], f"step {step}"
+    """Return a measurement of each run, and their steps in words; raise a ValueError if the step is not in both."""
+    a_steps, b_steps = ({record.step: record for record in run if key in record.values} for run in (a, b))
+    common = sorted(a_steps.keys() & b_steps.keys())
+    if step is not None and step not in common:
+        hint = (
+            f"nearest {min(common, key=lambda other: abs(other - step))}" if common else "they have no step in common"
+        )
+        raise ValueError(f"{key} was not measured at step {step} in both runs; {hint}")
     if common:
-        return found[0][common[-1]], found[1][common[-1]], f"step {common[-1]}"
-    last = [max(steps) for steps in found]
-    return found[0][last[0]], found[1][last[1]], f"step {last[0]} of A and {last[1]} of B, for they share none"
+        shared = common[-1] if step is None else step
+        return a_steps[shared], b_steps[shared], f"step {shared}"
+    a_last, b_last = max(a_steps), max(b_steps)
+    return a_steps[a_last], b_steps[b_last], f"step {a_last} of A and {b_last} of B, for they share none"
 
 
 def _values(a: Measurement, b: Measurement, key: str) -> dict[str, tuple[float, float]]:
-    """Return layer -> the quantity in both runs, of the matrices that both have.
-
-    Raises:
-        ValueError: they have none in common.
-    """
-    sides = [
+    """Return layer -> the quantity in both runs, for the matrices of both; raise a ValueError if there are none."""
+    a_values, b_values = (
         {
             info.name: value
             for info, value in zip(record.layers, record.values[key].tolist(), strict=True)
             if info.is_matrix
         }
         for record in (a, b)
-    ]
-    common = {name: (value, sides[1][name]) for name, value in sides[0].items() if name in sides[1]}
+    )
+    common = {name: (value, b_values[name]) for name, value in a_values.items() if name in b_values}
     if not common:
-        first = [next(iter(side), "none") for side in sides]
-        raise ValueError(f"the runs have no layer in common: A begins with {first[0]!r}, B with {first[1]!r}")
+        a_first, b_first = next(iter(a_values), "none"), next(iter(b_values), "none")
+        raise ValueError(f"the runs have no layer in common: A begins with {a_first!r}, B with {b_first!r}")
     return common
 
 
 def _distance(pair: tuple[float, float]) -> float:
-    """Return how different two numbers are, as a logarithm; NaN on both sides is least, on one side most."""
+    """Return the absolute logarithm of the ratio of two numbers.
+
+    It is -1 where both are NaN, and infinite where the ratio is undefined or not positive.
+    """
     a, b = pair
     if math.isnan(a) and math.isnan(b):
         return -1.0
     if a == b:
         return 0.0
-    known = all(0 < abs(x) < math.inf for x in pair)
-    return abs(math.log(abs(b / a))) if known and a * b > 0 else math.inf
+    has_ratio = all(0 < abs(x) < math.inf for x in pair) and a * b > 0
+    return abs(math.log(b / a)) if has_ratio else math.inf
 
 
 def _table(
-    names: Sequence[str], pairs: dict[str, tuple[float, float]], judged: Sequence[Measurement], every: bool
+    names: Sequence[str], pairs: dict[str, tuple[float, float]], judged: Sequence[Measurement], show_all: bool
 ) -> list[str]:
-    shown = names if every else names[:MAX_ROWS]
-    sides = [(run, set(off(record))) for run, record in zip("AB", judged, strict=True)]
-    where = [" and ".join(run for run, layers in sides if name in layers) for name in shown]
+    shown = names if show_all else names[:MAX_ROWS]
+    off_layers = {run: set(off(record)) for run, record in zip("AB", judged, strict=True)}
+    runs_off = [" and ".join(run for run, layers in off_layers.items() if name in layers) for name in shown]
     a, b = zip(*(pairs[name] for name in shown), strict=True)
     ratios = [y / x if x else math.nan for x, y in zip(a, b, strict=True)]
     numbers = {"A": a, "B": b, "B / A": ratios}
     columns = [text_column("layer", shown)]
     columns += [Column(title, tuple(map(short, column))) for title, column in numbers.items()]
-    lines = aligned([*columns, text_column("off in", where)] if any(where) else columns)
+    lines = aligned([*columns, text_column("off in", runs_off)] if any(runs_off) else columns)
     if len(shown) < len(names):
-        rest = [math.exp(_distance(pairs[name])) for name in names[len(shown) :] if _distance(pairs[name]) >= 0]
-        most = f", none by more than {short(max(rest))}x" if rest else ""
-        lines.append(f"+{len(names) - len(shown)} that differ less{most}: --all shows them")
+        largest = max(_distance(pairs[name]) for name in names[len(shown) :])
+        bound = f", none by more than {short(math.exp(largest))}x" if largest >= 0 else ""
+        lines.append(f"+{len(names) - len(shown)} that differ less{bound}: --all shows them")
     return lines
 
 

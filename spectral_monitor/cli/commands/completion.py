@@ -34,8 +34,10 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     commands = _commands(parser)
     if shell == "fish":
         return _fish(commands)
-    cases = "".join(f"    {name}) words={shlex.quote(' '.join(_words(of)))} ;;\n" for name, of in commands.items())
-    lines = f"""\
+    cases = "".join(
+        f"      {name}) words={shlex.quote(' '.join(_words(subparser)))} ;;\n" for name, subparser in commands.items()
+    )
+    bash_script = f"""\
 _spectral_monitor() {{
   local current="${{COMP_WORDS[COMP_CWORD]}}" words=""
   COMPREPLY=()
@@ -43,39 +45,34 @@ _spectral_monitor() {{
     words={shlex.quote(" ".join([*commands, "--help", "--version"]))}
   else
     case "${{COMP_WORDS[1]}}" in
-{cases.replace("    ", "      ")}    esac
+{cases}    esac
     case "$current" in -*) ;; *) words="$(printf '%s\\n' $words | grep -v '^-')" ;; esac
   fi
   COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
 complete -o default -F _spectral_monitor spectral-monitor
 """
-    return f"autoload -U +X bashcompinit && bashcompinit\n{lines}" if shell == "zsh" else lines
+    return f"autoload -U +X bashcompinit && bashcompinit\n{bash_script}" if shell == "zsh" else bash_script
 
 
 def _fish(commands: dict[str, argparse.ArgumentParser]) -> str:
-    lines = []
+    completions = []
     for name, parser in commands.items():
-        lines.append(
-            f"complete -c spectral-monitor -n __fish_use_subcommand -a {name} -d {shlex.quote(COMMANDS[name])}"
-        )
+        completions.append(f"-n __fish_use_subcommand -a {name} -d {shlex.quote(COMMANDS[name])}")
         for action in parser._actions:
-            options = [
-                f"{'-l' if text.startswith('--') else '-s'} {text.lstrip('-')}" for text in action.option_strings
-            ]
+            options = [f"-{'l' if text.startswith('--') else 's'} {text.lstrip('-')}" for text in action.option_strings]
             if options:
-                what = shlex.quote((action.help or "").replace("%(default)s", str(action.default)))
-                seen = f"-n '__fish_seen_subcommand_from {name}'"
-                lines.append(f"complete -c spectral-monitor {seen} {' '.join(options)} -d {what}")
-    return "".join(f"{line}\n" for line in lines)
+                description = shlex.quote((action.help or "").replace("%(default)s", str(action.default)))
+                condition = f"-n '__fish_seen_subcommand_from {name}'"
+                completions.append(f"{condition} {' '.join(options)} -d {description}")
+    return "".join(f"complete -c spectral-monitor {completion}\n" for completion in completions)
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command."""
-    return dict(next(each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)))
+    return dict(next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)))
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
     """Return the options of a command, and the choices of its arguments."""
-    options = [text for action in parser._actions for text in action.option_strings]
-    return options + [str(c) for action in parser._actions if not action.option_strings for c in action.choices or ()]
+    return [str(word) for action in parser._actions for word in action.option_strings or action.choices or ()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
@@ -13,7 +13,6 @@ from typing import TextIO
 from spectral_monitor.cli.commands.report import check_target
 from spectral_monitor.cli.parser import add_layer, add_run, command
 from spectral_monitor.cli.reading import matching, records
-from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.files.long_format import COLUMNS, frame, long_rows
 
 SUFFIXES = (".csv", ".parquet")
@@ -45,7 +44,7 @@ def _export(args: argparse.Namespace) -> None:
             raise ImportError("parquet needs pandas and pyarrow: pip install pandas pyarrow; CSV needs neither")
     run = records(args.place)
     layers = matching(args.layer, [info.name for info in run[-1].layers])
-    quantities = matching(args.quantity, dict.fromkeys(key for r in run for key in r.values), "quantity")
+    quantities = matching(args.quantity, dict.fromkeys(key for record in run for key in record.values), "quantity")
     rows = (row for row in long_rows(run) if row[1] in layers and row[3] in quantities)
     if args.output is None:
         _write(rows, sys.stdout)
@@ -57,21 +56,17 @@ def _export(args: argparse.Namespace) -> None:
         table = frame(rows)
         table.to_parquet(args.output, index=False)
         count = len(table)
-    print(f"wrote {args.output} ({count} rows of {described(run)})")
+    measurements = f"{len(run)} measurements, steps {run[0].step} to {run[-1].step}"
+    if len(run) == 1:
+        measurements = f"1 measurement, step {run[0].step}"
+    print(f"wrote {args.output} ({count} rows of {measurements})")
 
 
 def _write(rows: Iterator[tuple[int, str, str, str, float]], file: TextIO) -> int:
-    """Write CSV and return how many rows there were."""
+    """Write CSV and return the number of rows."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
     count = 0
     for count, row in enumerate(rows, start=1):  # noqa: B007  the last one is returned
         writer.writerow(row)
     return count
-
-
-def described(run: Sequence[Measurement]) -> str:
-    """Return what was exported, in words."""
-    if len(run) == 1:
-        return f"1 measurement, step {run[0].step}"
-    return f"{len(run)} measurements, steps {run[0].step} to {run[-1].step}"

@@ -31,10 +31,10 @@ def _inspect(args: argparse.Namespace) -> None:
     from spectral_monitor.inspection.weights import inspect
     from spectral_monitor.reporting.text.console import rendered
 
-    found = inspect(args.file)
-    kept = matching(args.layer, found.roles)
+    inspection = inspect(args.file)
+    layers = matching(args.layer, inspection.roles)
     if args.json:
-        rows = [row for row in found.to_rows() if row["layer"] in kept]
+        rows = [row for row in inspection.to_rows() if row["layer"] in layers]
         print(json.dumps(plain(rows), indent=2, allow_nan=False))
     else:
-        print(rendered(found.rows(kept)))
+        print(rendered(inspection.rows(layers)))

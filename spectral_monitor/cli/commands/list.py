@@ -1,4 +1,4 @@
-"""``spectral-monitor list``: which runs there are, and how they are."""
+"""``spectral-monitor list``: the runs in a folder, and what is off in each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 
 from spectral_monitor.cli.parser import command
-from spectral_monitor.cli.reading import records, say
+from spectral_monitor.cli.reading import say
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.content.tally import latest_judged
 from spectral_monitor.reporting.content.typical import over_reference
-from spectral_monitor.reporting.files.records import RUN_FILE
-from spectral_monitor.reporting.files.runs import WHAT_TO_GIVE, run_files
+from spectral_monitor.reporting.files.records import RUN_FILE, read_records
+from spectral_monitor.reporting.files.runs import WHAT_TO_GIVE, run_files, settled_in
 from spectral_monitor.reporting.text.lines import Column, aligned, printable
 
 
@@ -51,14 +51,12 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _row(path: Path, folder: Path) -> tuple[str, ...]:
-    run = records(path, quiet=True)
+    run, _ = settled_in(path, read_records)
     judged = latest_judged(run)
-    name = path.parent if path.name == RUN_FILE else path
-    shown = str(name.relative_to(folder))
-    if shown == ".":
-        shown = str(name)
+    location = path.parent if path.name == RUN_FILE else path
+    name = str(location if location == folder else location.relative_to(folder))
     off = "-" if judged is None else str(len(judged.roots))
-    return printable(shown), str(run[-1].step), str(len(run)), off, "" if judged is None else _worst(judged)
+    return printable(name), str(run[-1].step), str(len(run)), off, "" if judged is None else _worst(judged)
 
 
 def _worst(record: Measurement) -> str:
@@ -66,8 +64,8 @@ def _worst(record: Measurement) -> str:
     if record.roots:
         root = record.roots[0]
         return f"{root.layer}: {root.cause.replace('_', ' ')}"
-    sizes = zip(record.layers, over_reference(record), strict=True)
-    ratios = {info.name: ratio for info, ratio in sizes if 0 < ratio < math.inf}
+    pairs = zip(record.layers, over_reference(record), strict=True)
+    ratios = {info.name: ratio for info, ratio in pairs if 0 < ratio < math.inf}
     if not ratios:
         return ""
     name = max(ratios, key=lambda layer: abs(math.log(ratios[layer])))

@@ -1,4 +1,4 @@
-"""``spectral-monitor report``: a page about the whole run."""
+"""``spectral-monitor report``: a page about a whole run."""
 
 from __future__ import annotations
 
@@ -44,15 +44,11 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Refuse a file that cannot be written, before work is done for it.
-
-    Raises:
-        ValueError: it is a folder, or lies in none.
-    """
+    """Raise a ValueError if a file cannot be written: it is a folder, or its folder does not exist."""
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"cannot write {str(path)!r}: give -o the name of a file in a folder that is there")
 
 
 def wrote(path: Path) -> str:
-    """Return what is said of a page that was written."""
+    """Return the message that a page was written."""
     return f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser"

@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:
-    """Add what says which rows of the table are shown."""
+    """Add the options that select and sort the rows of the table."""
     parser.add_argument("--all", action="store_true", help="a row for every layer")
     add_layer(parser)
     parser.add_argument(
@@ -53,68 +53,63 @@ def _show(args: argparse.Namespace) -> None:
     if args.json or args.csv:
         rows = _sorted(_rows(measurement, args.layer), args.sort)
         if args.csv:
-            writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")  # what is missing is empty
+            writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")  # None becomes an empty cell
             writer.writeheader()
             writer.writerows(rows)
         else:
             verdicts = [verdict.to_row() for verdict in measurement.verdicts]
-            found = {"step": measurement.step, "summary": measurement.summary, "verdicts": verdicts, "layers": rows}
-            print(json.dumps(plain(found), indent=2, allow_nan=False))
+            content = {"step": measurement.step, "summary": measurement.summary, "verdicts": verdicts, "layers": rows}
+            print(json.dumps(plain(content), indent=2, allow_nan=False))
         return
     print(shown(measurement, args))
 
 
 def shown(measurement: Measurement, args: argparse.Namespace) -> str:
-    """Return the table of a measurement as the arguments of :func:`add_view` want it."""
+    """Return the table of a measurement with the options of :func:`add_view`."""
     from spectral_monitor.reporting.text.console import rendered
     from spectral_monitor.reporting.text.table import measurement_rows
 
-    picked = args.layer is not None or args.sort is not None
-    table = measurement_rows(measurement, folded=not (args.all or picked))
-    if picked:
-        table = _picked(table, measurement, args.layer, args.sort)
+    is_selection = args.layer is not None or args.sort is not None
+    table = measurement_rows(measurement, folded=not (args.all or is_selection))
+    if is_selection:
+        table = _selected(table, measurement, args.layer, args.sort)
     return rendered(table)
 
 
-def _picked(table: Table, measurement: Measurement, pattern: str | None, sort: str | None) -> Table:
-    """Return some rows of a table that has one for each layer, in another order."""
+def _selected(table: Table, measurement: Measurement, pattern: str | None, sort: str | None) -> Table:
+    """Return a table with those rows whose layer matches, sorted; ``table`` has a row for each layer."""
     names = table.columns[0].cells
-    if pattern is not None:
-        vectors = [info.name for info in measurement.layers if info.name not in names]
-        kept = matching(pattern, [*names, *vectors])
-        rows = [i for i, name in enumerate(names) if name in kept]
-        if not rows:
-            raise ValueError(f"only biases and gains match {pattern!r}: those are in --csv and --json")
-    else:
-        rows = list(range(len(names)))
+    vectors = [info.name for info in measurement.layers if info.name not in names]
+    matches = matching(pattern, [*names, *vectors])
+    rows = [i for i, name in enumerate(names) if name in matches]
+    if pattern is not None and not rows:
+        raise ValueError(f"only biases and gains match {pattern!r}: those are in --csv and --json")
     if sort is not None:
-        key = _by(sort, table, measurement)
-        rows.sort(key=lambda i: key[i])
+        keys = _sort_keys(sort, table, measurement)
+        rows.sort(key=lambda i: keys[i])
         table = _with_column(sort, table, measurement)
     columns = tuple(replace(column, cells=tuple(column.cells[i] for i in rows)) for column in table.columns)
     return replace(table, columns=columns, states=tuple(table.states[i] for i in rows))
 
 
 def _with_column(key: str, table: Table, measurement: Measurement) -> Table:
-    """Return a table with a column of what its rows are sorted by, which stays where there is no room for all."""
+    """Return a table with the column that its rows are sorted by, which is never left out for want of space."""
     from spectral_monitor.reporting.text.lines import Column
     from spectral_monitor.reporting.text.table import number
 
-    shown = [replace(column, spare=0) if key in (column.title, column.quantity) else column for column in table.columns]
-    if key in measurement.values and not any(key in (column.title, column.quantity) for column in shown):
-        names = shown[0].cells
+    columns = [replace(col, spare=0) if key in (col.title, col.quantity) else col for col in table.columns]
+    if key in measurement.values and not any(key in (col.title, col.quantity) for col in columns):
         numbers = dict(zip((info.name for info in measurement.layers), measurement.values[key].tolist(), strict=True))
-        cells = tuple(number(numbers[name]) if name in numbers else "" for name in names)
-        shown.append(Column(key, cells, quantity=key))
-    return replace(table, columns=tuple(shown))
+        cells = tuple(number(numbers[name]) if name in numbers else "" for name in columns[0].cells)
+        columns.append(Column(key, cells, quantity=key))
+    return replace(table, columns=tuple(columns))
 
 
-def _by(sort: str, table: Table, measurement: Measurement) -> list[Any]:
-    """Return what rows are sorted by: numbers from the largest, NaN at the end; texts from a to z."""
+def _sort_keys(sort: str, table: Table, measurement: Measurement) -> list[Any]:
+    """Return the sort key of each row: numbers from the largest, NaN at the end; texts from a to z."""
     from spectral_monitor.reporting.content.typical import VS_TYPICAL, vs_typical
 
-    names = table.columns[0].cells
-    place = {info.name: i for i, info in enumerate(measurement.layers)}
+    indices = {info.name: i for i, info in enumerate(measurement.layers)}
     titles = {column.title: column.quantity for column in table.columns}
     quantity = titles.get(sort) or sort
     if quantity in measurement.values:
@@ -127,36 +122,36 @@ def _by(sort: str, table: Table, measurement: Measurement) -> list[Any]:
     else:
         valid = [*titles, *measurement.values]
         raise ValueError(f"no column {sort!r}{did_you_mean(sort, valid) or ';'} columns: {', '.join(valid)}")
-    return [_order(numbers[place[name]] if name in place else None) for name in names]
+    return [_order(numbers[indices[name]] if name in indices else None) for name in table.columns[0].cells]
 
 
 def _order(value: float | str | None) -> tuple[Any, ...]:
-    """Return a key that sorts numbers from the largest, then texts from a to z, then what is missing."""
+    """Return a key that sorts numbers from the largest, then texts from a to z, then missing values."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return (2,)
     return (1, value) if isinstance(value, str) else (0, -value)
 
 
 def _rows(measurement: Measurement, pattern: str | None) -> list[dict[str, Any]]:
-    """Return a dict for each layer: what it is, its state, and every quantity, ``None`` where it is NaN."""
-    kept = matching(pattern, [info.name for info in measurement.layers])
-    found = []
+    """Return a dict for each layer: its description, its state, and every quantity, ``None`` where it is NaN."""
+    names = matching(pattern, [info.name for info in measurement.layers])
+    rows = []
     for info in measurement.layers:
-        if info.name in kept:
+        if info.name in names:
             state = measurement.states.get(info.name)
-            found.append(
+            rows.append(
                 {
                     "step": measurement.step,
                     "layer": info.name,
                     "role": info.role,
                     "fan_in": info.fan_in,
                     "fan_out": info.fan_out,
-                    "state": None if state is None else state.state,
-                    "reason": None if state is None or not state.reason else state.reason,
+                    "state": state and state.state,
+                    "reason": (state and state.reason) or None,
                     **plain(measurement[info.name]),
                 }
             )
-    return found
+    return rows
 
 
 def _sorted(rows: list[dict[str, Any]], sort: str | None) -> list[dict[str, Any]]:

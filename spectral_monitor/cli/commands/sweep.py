@@ -1,4 +1,4 @@
-"""``spectral-monitor sweep``: its arguments; what it does takes torch and is elsewhere."""
+"""The arguments of ``spectral-monitor sweep``; the sweep itself needs torch and is in ``scaling.sweeps``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from spectral_monitor.cli.parser import command
 from spectral_monitor.quantities import TIERS
 
 DATA = "make_data"
-"""What the function that makes data is called, if it is not said."""
+"""Default name of the function that makes data."""
 PARAMETRIZATIONS = (
     *("sp", "ntp", "mean_field", "mup", "spectral", "ntk"),
     *("mf_mup", "fsc", "fsc_resnet", "depth_mup", "complete_p"),
 )
-"""Names of those in :data:`spectral_monitor.scaling.PARAMETRIZATIONS`, which takes torch to be imported."""
+"""The names in :data:`spectral_monitor.scaling.PARAMETRIZATIONS`, whose import would need torch."""
 QUANTITIES = ("weight_natural", "update_natural", "feature_change")
-"""Those that :func:`spectral_monitor.scaling.sweep` follows if it is not told."""
+"""The quantities that :func:`spectral_monitor.scaling.sweep` measures by default."""
 
 _DESCRIPTION = f"""\
 Train the same network at several widths (or depths) for a few steps, and say in a table how the

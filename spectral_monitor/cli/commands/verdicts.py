@@ -31,9 +31,9 @@ def _verdicts(args: argparse.Namespace) -> int:
     judged = latest_judged(run)
     if judged is None:
         raise ValueError(f"nothing was judged in {len(run)} measurements: none of the quantities compared was measured")
-    count = tally(judged)
-    if not count.judged and not judged.verdicts:
-        reason = next(iter(count.not_judged), "")
+    states = tally(judged)
+    if not states.judged and not judged.verdicts:
+        reason = next(iter(states.not_judged), "")
         raise ValueError(f"no layer was judged at step {judged.step}{f': {reason}' if reason else ''}")
     if args.json:
         print(json.dumps(plain([verdict.to_row() for verdict in judged.verdicts]), indent=2, allow_nan=False))
@@ -41,7 +41,6 @@ def _verdicts(args: argparse.Namespace) -> int:
         print(f"step {judged.step}: nothing is off")
     else:
         for root in judged.roots:
-            follow = len(root.consequences)
-            more = f" ({follow} layer{'s' if follow > 1 else ''} disturbed by it)" if follow else ""
-            print(f"{root}{more}")
+            count = len(root.consequences)
+            print(f"{root} ({count} layer{'s' if count > 1 else ''} disturbed by it)" if count else root)
     return 1 if judged.verdicts else 0

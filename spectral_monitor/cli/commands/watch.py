@@ -11,10 +11,11 @@ from pathlib import Path
 
 from spectral_monitor.cli.commands.show import add_view, shown
 from spectral_monitor.cli.parser import add_run, command
-from spectral_monitor.cli.reading import find_file, records
+from spectral_monitor.cli.reading import records
+from spectral_monitor.reporting.files.runs import run_file
 
 PAUSE = 10.0
-"""Times as long as reading took, at least, until it is done again: of a large file less often."""
+"""Shortest pause between two looks, in multiples of the time that reading takes: large files are read less often."""
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,51 +43,50 @@ def _seconds(text: str) -> float:
 
 
 def _watch(args: argparse.Namespace) -> None:
-    find_file(args.place, quiet=True)
-    import spectral_monitor.reporting.text.table  # noqa: F401  not to be taken for the time that reading takes
+    run_file(args.place)  # a mistake in the path ends it here
+    import spectral_monitor.reporting.text.table  # noqa: F401  now, so that its import does not count as reading
 
-    seen: tuple[Path, int, int] | None = None
+    drawn: tuple[Path, int, int] | None = None
     try:
         with _screen() as draw:
             while True:
                 begin = time.perf_counter()
-                path = find_file(args.place, quiet=True)
+                path = run_file(args.place)[0]
                 stat = path.stat()
-                now = (path, stat.st_mtime_ns, stat.st_size)
-                if now != seen:
+                state = (path, stat.st_mtime_ns, stat.st_size)
+                if state != drawn:
                     try:
                         draw(_page(path, args))
                     except ValueError:
-                        if seen is None:
+                        if drawn is None:
                             raise
-                    seen = now
+                    drawn = state
                 time.sleep(max(args.every, PAUSE * (time.perf_counter() - begin)))
     except KeyboardInterrupt:
         pass
 
 
 def _page(path: Path, args: argparse.Namespace) -> str:
-    """Return what is shown: the table, and where it comes from."""
+    """Return the table and a line on its source."""
     run = records(path)
-    latest = run[-1]
-    steps = f"{len(run)} measured, step {run[0].step} to {latest.step}"
-    return f"{shown(latest, args)}\n{path}: {steps}; {time.strftime('%H:%M:%S')}, Ctrl-C to stop"
+    steps = f"{len(run)} measured, step {run[0].step} to {run[-1].step}"
+    return f"{shown(run[-1], args)}\n{path}: {steps}; {time.strftime('%H:%M:%S')}, Ctrl-C to stop"
 
 
 @contextmanager
 def _screen() -> Iterator[Callable[[str], None]]:
-    """Give what draws a text: over the last one on a terminal that rich can steer, else below it."""
-    below = partial(print, end="\n\n", flush=True)
+    """Yield a function that shows a text: in place of the last one on a terminal with rich, else below it."""
+    append = partial(print, end="\n\n", flush=True)
     try:
         from rich.console import Console
         from rich.live import Live
         from rich.text import Text
     except ImportError:
-        yield below
+        yield append
         return
     console = Console()
     if not console.is_terminal:
-        yield below
+        yield append
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         yield lambda text: live.update(Text.from_ansi(text), refresh=True)

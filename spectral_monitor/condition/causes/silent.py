@@ -12,7 +12,7 @@ from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
-from spectral_monitor.messages import some
+from spectral_monitor.messages import joined
 
 MAX_NAMES = 3
 """Largest number of parameters that a sentence names."""
@@ -114,7 +114,7 @@ def forgotten(network: Network) -> Explanation:
     them, they_have = ("it", "it has") if len(names) == 1 else ("them", "they have")
     return Explanation(
         "left_out",
-        f"gradients arrive at {some(names, MAX_NAMES)}, but no optimizer holds {them} and {they_have} never moved, "
+        f"gradients arrive at {joined(names, MAX_NAMES)}, but no optimizer holds {them} and {they_have} never moved, "
         f"though others are trained: pass {them} to the optimizer, or freeze {them} with requires_grad_(False)",
         Remedy("check"),
     )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.measurement import DENSE, LayerInfo, Measurement
-from spectral_monitor.messages import some
+from spectral_monitor.messages import joined
 
 FORMAT, VERSION = "spectral_monitor profile", 2
 READABLE = (1, 2)
@@ -158,7 +158,7 @@ class Profile:
                 if _kind(role) != _kind(self.roles.get(name, role))
             ],
         }
-        clauses = [f"{kind}: {some(names, MAX_NAMES)}" for kind, names in differences.items() if names]
+        clauses = [f"{kind}: {joined(names, MAX_NAMES)}" for kind, names in differences.items() if names]
         if clauses:
             raise ValueError(f"the profile is of another model: {'; '.join(clauses)}")
         self._check_families(roles, settings or {})
@@ -172,7 +172,7 @@ class Profile:
                 valid.add(f"{tuned.family!r} (the profile's {tuned.optimizer})")
         if differing:
             raise ValueError(
-                f"the profile is of another optimizer family: {some(differing, MAX_NAMES)}; "
+                f"the profile is of another optimizer family: {joined(differing, MAX_NAMES)}; "
                 f"valid: {', '.join(sorted(valid))}, or a profile of a run with this optimizer"
             )
 
@@ -235,7 +235,7 @@ def save_profile(
     idle = [name for name, layer in layers.items() if not layer["steps"]]
     if idle:
         raise ValueError(
-            f"no update was measured of {some(idle, MAX_NAMES)}: freeze no layer in a profile, or exclude it"
+            f"no update was measured of {joined(idle, MAX_NAMES)}: freeze no layer in a profile, or exclude it"
         )
     text = json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}, indent=1)
     target = Path(path)

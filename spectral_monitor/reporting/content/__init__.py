@@ -1,1 +1,1 @@
-"""Content of reports, whatever shows it: the answer, its numbers, their questions, their names."""
+"""The content of reports, whatever displays it: the answer, numbers, questions and names."""

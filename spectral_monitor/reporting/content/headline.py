@@ -1,4 +1,4 @@
-"""The answer in a sentence, the same wherever it is shown: console, progress bar, TensorBoard, W&B and the page."""
+"""The answer in a sentence, the same everywhere: console, progress bar, TensorBoard, W&B and the page."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterable
 
 from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
-from spectral_monitor.messages import some
+from spectral_monitor.messages import joined
 from spectral_monitor.reporting.content.families import folded_names
 from spectral_monitor.reporting.content.labels import unprefixed
 from spectral_monitor.reporting.content.tally import Tally, followers, named_by, tally
 
 MAX_NAMES = 3
-"""Layers, and reasons, that a sentence names."""
+"""The most layers, or reasons, that a sentence names."""
 MAX_BRIEF_LENGTH = 14
-"""Characters of the shortest answer; a progress bar has no room for more."""
+"""Characters of the shortest form of the answer, at most: more do not fit a progress bar."""
 MAX_ROOTS = 3
-"""Causes that have a line of their own."""
+"""The most root verdicts with a line of their own."""
 _SHORT = {"rates_too_small": "rates too low"}
-"""Causes that are longer than that, in shorter words."""
+"""Causes that are longer than that -> shorter words."""
 
 
 def headline(measurement: Measurement) -> str:
@@ -36,9 +36,9 @@ def headline(measurement: Measurement) -> str:
 
 
 def headlines(measurement: Measurement) -> list[str]:
-    """Return the answer, one line for each verdict on the whole network and then one for the layers.
+    """Return the answer: a line for each verdict on the whole network, then one for the layers.
 
-    The last is left out where the network has a verdict and no layer was judged.
+    The last line is left out if the network has a verdict and no layer was judged.
     """
     count = tally(measurement)
     lines = [verdict.sentence for verdict in count.network]
@@ -62,52 +62,52 @@ def brief(measurement: Measurement) -> str:
 
 
 def announcement(verdict: Verdict, measurement: Measurement) -> str:
-    """Return what a root verdict says when it begins: the layers, the sentence and how many layers follow from it.
+    """Return the warning when a root verdict begins: its layers, its sentence and how many layers follow from it.
 
     Example:
-        >>> told = Verdict("head", "lr", 0.1, (0.0, 1.0), 98.0, 20, 3, "lr_too_large", "its learning rate is too large")
-        >>> announcement(told, Measurement(30, (), {}, {}, (told,)))
+        >>> root = Verdict("head", "lr", 0.1, (0.0, 1.0), 98.0, 20, 3, "lr_too_large", "its learning rate is too large")
+        >>> announcement(root, Measurement(30, (), {}, {}, (root,)))
         'step 30: head: its learning rate is too large'
     """
-    return f"step {measurement.step}: {_said(verdict, measurement)}"
+    return f"step {measurement.step}: {_root_line(verdict, measurement)}"
 
 
 def root_lines(measurement: Measurement) -> list[str]:
-    """Return a line for each root verdict on layers, the worst first; of many, how many more there are.
+    """Return a line for each root verdict on layers, the worst first; if there are many, the last line counts the rest.
 
     Example:
-        >>> told = Verdict("head", "lr", 0.1, (0.0, 1.0), 98.0, 20, 3, "lr_too_large", "its learning rate is too large")
-        >>> root_lines(Measurement(30, (), {}, {}, (told,)))
+        >>> root = Verdict("head", "lr", 0.1, (0.0, 1.0), 98.0, 20, 3, "lr_too_large", "its learning rate is too large")
+        >>> root_lines(Measurement(30, (), {}, {}, (root,)))
         ['head: its learning rate is too large']
     """
     roots = [root for root in measurement.roots if named_by(root)]
-    lines = [_said(root, measurement, named=True) for root in roots[:MAX_ROOTS]]
-    rest = len(roots) - MAX_ROOTS
-    return [*lines, *([f"and {rest} more cause{'s' if rest > 1 else ''}"] if rest > 0 else [])]
+    lines = [_root_line(root, measurement, name_followers=True) for root in roots[:MAX_ROOTS]]
+    others = len(roots) - MAX_ROOTS
+    return [*lines, f"and {others} more cause{'s' if others > 1 else ''}"] if others > 0 else lines
 
 
-def _said(verdict: Verdict, measurement: Measurement, named: bool = False) -> str:
-    """Return where, what and how many other layers follow from it; ``named``: those too."""
-    names = named_by(verdict)
-    where = names_in(measurement, names) if len(names) > MAX_NAMES else ", ".join(_bare(measurement, names))
-    follow = followers(verdict, measurement)
-    each = "each of " if len(names) > 1 else ""  # sentences speak of one layer
-    text = f"{each}{where}: {verdict.sentence}" if where else verdict.sentence
+def _root_line(root: Verdict, measurement: Measurement, name_followers: bool = False) -> str:
+    """Return the layers of a root, its sentence, and how many other layers follow from it, with their names or not."""
+    names = named_by(root)
+    layers = names_in(measurement, names) if len(names) > MAX_NAMES else ", ".join(_bare(measurement, names))
+    prefix = "each of " if len(names) > 1 else ""  # sentences speak of one layer
+    text = f"{prefix}{layers}: {root.sentence}" if layers else root.sentence
+    follow = followers(root, measurement)
     if not follow:
         return text
-    more = "1 other layer is" if len(follow) == 1 else f"{len(follow)} other layers are"
-    who = f": {names_in(measurement, follow)}" if named else "."
-    return f"{text.removesuffix('.')}. {more} disturbed by it{who}"
+    count = "1 other layer is" if len(follow) == 1 else f"{len(follow)} other layers are"
+    ending = f": {names_in(measurement, follow)}" if name_followers else "."
+    return f"{text.removesuffix('.')}. {count} disturbed by it{ending}"
 
 
 def following(root: Verdict, measurement: Measurement) -> str:
-    """Return how many layers follow from a root, and their names; empty where none does."""
+    """Return how many layers follow from a root, and their names; empty if none does."""
     follow = followers(root, measurement)
     return f"+{len(follow)} that follow from it: {names_in(measurement, follow)}" if follow else ""
 
 
 def names_in(measurement: Measurement, layers: Iterable[str]) -> str:
-    """Return names without the prefix that all layers share, equal places of the blocks together.
+    """Return names without the prefix that all layers share, the layers of a family together.
 
     Example:
         >>> from spectral_monitor import LayerInfo
@@ -116,7 +116,7 @@ def names_in(measurement: Measurement, layers: Iterable[str]) -> str:
         >>> names_in(Measurement(5, layers, {}, {}), names[3:])
         'h.*.mlp x9, head'
     """
-    return some(folded_names(_bare(measurement, layers)), 2 * MAX_NAMES)
+    return joined(folded_names(_bare(measurement, layers)), 2 * MAX_NAMES)
 
 
 def _bare(measurement: Measurement, layers: Iterable[str]) -> list[str]:
@@ -131,7 +131,8 @@ def _layers(measurement: Measurement, count: Tally) -> str:
         return f"{NOT_JUDGED}: {_reasons(count) or 'no matrix was measured'}"
     parts = []
     if count.off:
-        parts.append(f"{len(count.off)} of {count.layers} layers off: {some(_bare(measurement, count.off), MAX_NAMES)}")
+        names = joined(_bare(measurement, count.off), MAX_NAMES)
+        parts.append(f"{len(count.off)} of {count.layers} layers off: {names}")
         if count.disturbed:
             parts.append(f"{len(count.disturbed)} disturbed by {'it' if len(count.off) == 1 else 'them'}")
     elif count.disturbed:
@@ -148,14 +149,14 @@ def _layers(measurement: Measurement, count: Tally) -> str:
         parts.append(f"{len(count.passing)} outside the limits just now, which counts once it lasts")
     if count.not_judged:
         parts.append(f"{count.layers - count.judged} {NOT_JUDGED}: {_reasons(count)}".removesuffix(": "))
-    first, rest = parts[0], ", ".join(parts[1:])
-    return ("; " if count.off else ", ").join(filter(None, (first, rest)))
+    answer, *details = parts
+    return ("; " if count.off else ", ").join(filter(None, (answer, ", ".join(details))))
 
 
 def _reasons(count: Tally) -> str:
-    """Return why layers were not judged; counted where there are several reasons."""
+    """Return why layers were not judged; with the number of layers if there are several reasons."""
     if len(count.not_judged) < 2:
         return next(iter(count.not_judged), "")
-    found = [f"{len(layers)} {reason or 'without a reason'}" for reason, layers in count.not_judged.items()]
-    rest = sum(map(len, list(count.not_judged.values())[MAX_NAMES:]))
-    return ", ".join([*found[:MAX_NAMES], *([f"{rest} for other reasons"] if rest else [])])
+    reasons = [f"{len(layers)} {reason or 'without a reason'}" for reason, layers in count.not_judged.items()]
+    others = sum(map(len, list(count.not_judged.values())[MAX_NAMES:]))
+    return ", ".join([*reasons[:MAX_NAMES], *([f"{others} for other reasons"] if others else [])])

@@ -1,4 +1,4 @@
-"""Names of layers beside pictures: short, and told apart by what they differ in."""
+"""Short names of layers beside pictures, which keep what distinguishes them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from functools import lru_cache
 
 from spectral_monitor.measurement import ROLE_NAMES
 
-NAME = 30
-"""Characters of a layer's name beside a picture; all of them are in tables and in what the mouse shows."""
-LONG = 9
-"""Parts of a name beyond this are taken word by word."""
+MAX_NAME_LENGTH = 30
+"""Characters of a layer's name beside a picture; tables and tooltips have the full name."""
+MAX_PART_LENGTH = 9
+"""Characters of a name's part; longer ones are split into words."""
 GAP = "…"
 _PART = re.compile(r"\.?[^.]+|\.+")
 _WORD = re.compile(r"[\W_]*(?:\d+|[^\W\d_]+)|[\W_]+")
 
 
 def role_name(role: str) -> str:
-    """Return what a role is called in displays.
+    """Return the name of a role in displays.
 
     Example:
         >>> role_name("operator"), role_name("readout")
@@ -30,16 +30,15 @@ def role_name(role: str) -> str:
 
 
 @lru_cache(maxsize=8)  # the layers are the same in every picture
-def shortened(names: tuple[str, ...], room: int = NAME) -> dict[str, str]:
-    """Return each name, or what distinguishes it from the others; all results differ, in any order.
+def shortened(names: tuple[str, ...], length: int = MAX_NAME_LENGTH) -> dict[str, str]:
+    """Return name -> the name, or the parts that distinguish it from the others; no two results are equal.
 
-    Numbers that differ stay, and the ``*`` of a family; then the parts that tell most among these names, then the end.
-    Names that differ only in numbers, or in their last part, are cut alike. They are longer than asked for only where
-    they would be the same.
+    Numbers that differ and the ``*`` of a family are kept first, then the most distinctive parts, then the end. Names
+    that differ only in numbers, or in their last part, are cut in the same way. The order of the names does not matter.
 
     Args:
         names: of all layers that are shown.
-        room: characters.
+        length: characters of a result, at most; more only if two results would be equal.
 
     Example:
         >>> names = ("head", *(f"bert.encoder.layer.{i}.attention.self.query" for i in range(12)))
@@ -47,24 +46,24 @@ def shortened(names: tuple[str, ...], room: int = NAME) -> dict[str, str]:
         ['bert…10.attention.self.query', 'bert…11.attention.self.query']
     """
     units = {name: _units(name) for name in names}
-    under = Counter(tuple(found[:k]) for found in units.values() for k in range(len(found) + 1))
+    prefixes = Counter(tuple(parts[:k]) for parts in units.values() for k in range(len(parts) + 1))
     families: dict[tuple[int, tuple[str, ...]], list[str]] = {}
-    for name, found in units.items():
-        shape = tuple("#" if _word(unit).isdigit() else unit for unit in found[:-1])
-        families.setdefault((len(found), shape), []).append(name)
+    for name, parts in units.items():
+        shape = tuple("#" if _word(unit).isdigit() else unit for unit in parts[:-1])
+        families.setdefault((len(parts), shape), []).append(name)
     short: dict[str, str] = {}
-    alike = list(families.values())
-    while alike:
-        for family in alike:
-            short |= zip(family, _together([units[name] for name in family], under, room), strict=True)
+    ambiguous = list(families.values())
+    while ambiguous:
+        for family in ambiguous:
+            short |= zip(family, _shortened_family([units[name] for name in family], prefixes, length), strict=True)
         count = Counter(short.values())
-        alike = [family for family in alike if any(count[short[name]] > 1 for name in family)]
-        room += 1
+        ambiguous = [family for family in ambiguous if any(count[short[name]] > 1 for name in family)]
+        length += 1
     return {name: short[name] for name in names}
 
 
 def labelled(names: tuple[str, ...]) -> dict[str, str]:
-    """Return what each layer is called beside pictures: first without what all share, then shortened.
+    """Return name -> label beside pictures: without the prefix that all names share, then shortened.
 
     Example:
         >>> list(labelled(("model.decoder.h.0.mlp.c_fc", "model.decoder.h.1.mlp.c_fc", "model.head")).values())
@@ -77,10 +76,9 @@ def labelled(names: tuple[str, ...]) -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def unprefixed(names: tuple[str, ...]) -> dict[str, str]:
-    """Return each name without the parts in front that say nothing, because every name of several parts has them.
+    """Return name -> the name without the first parts, if every name of several parts has the same ones.
 
-    Names of one part, such as ``lm_head``, do not count. A name neither begins with a number nor becomes that of
-    another layer.
+    Names of one part, such as ``lm_head``, do not count. No result begins with a number or equals another one.
 
     Example:
         >>> list(unprefixed(("model.decoder.h.0.mlp", "model.decoder.wte", "model.lm_head")).values())
@@ -90,8 +88,8 @@ def unprefixed(names: tuple[str, ...]) -> dict[str, str]:
     """
     short = {name: name.split(".") for name in names}
     while True:
-        several = [parts for parts in short.values() if len(parts) > 1]
-        if 2 * len(several) <= len(names) or len({parts[0] for parts in several}) > 1:
+        dotted = [parts for parts in short.values() if len(parts) > 1]
+        if 2 * len(dotted) <= len(names) or len({parts[0] for parts in dotted}) > 1:
             break
         shorter = {name: parts[1:] if len(parts) > 1 else parts for name, parts in short.items()}
         if any(parts[0].isdigit() for parts in shorter.values()) or len(set(map(tuple, shorter.values()))) < len(names):
@@ -100,56 +98,62 @@ def unprefixed(names: tuple[str, ...]) -> dict[str, str]:
     return {name: ".".join(parts) for name, parts in short.items()}
 
 
-def named(outside: Sequence[bool], room: int) -> list[int]:
-    """Return the rows whose names are written: as many as fit, those that are outside and the last one first.
+def rows_with_names(is_off: Sequence[bool], limit: int) -> list[int]:
+    """Return the rows whose names are shown: as many as fit; rows that are off come first, then the last row.
 
     Example:
-        >>> named([False, False, True, False, False, False], 3)
+        >>> rows_with_names([False, False, True, False, False, False], 3)
         [0, 2, 5]
-        >>> named([False, True, True, False, False, False], 3)
+        >>> rows_with_names([False, True, True, False, False, False], 3)
         [1, 5]
     """
-    every = range(len(outside))
-    apart = math.ceil(len(every) / max(room, 1)) or 1
+    rows = range(len(is_off))
+    spacing = math.ceil(len(rows) / max(limit, 1)) or 1
     chosen: list[int] = []
-    for i in [*(i for i in every if outside[i]), *every[-1:], *every[::apart]]:
-        if all(abs(i - k) >= apart for k in chosen):
+    for i in [*(i for i in rows if is_off[i]), *rows[-1:], *rows[::spacing]]:
+        if all(abs(i - k) >= spacing for k in chosen):
             chosen.append(i)
     return sorted(chosen)
 
 
 def _units(name: str) -> list[str]:
-    """Return the parts of a name, long ones word by word, each with the dot or the like before it."""
-    return [unit for part in _PART.findall(name) for unit in (_WORD.findall(part) if len(part) > LONG else [part])]
+    """Return the parts of a name, long ones word by word, each with its separator in front."""
+    parts = _PART.findall(name)
+    return [unit for part in parts for unit in (_WORD.findall(part) if len(part) > MAX_PART_LENGTH else [part])]
 
 
 def _word(unit: str) -> str:
-    """Return a unit without the dot before it."""
+    """Return a unit without its separator."""
     return unit.lstrip("._-/ ") or unit
 
 
-def _together(family: Sequence[list[str]], under: Counter[tuple[str, ...]], room: int) -> list[str]:
-    """Cut names of one shape alike to some characters: what tells most comes in first, as long as all have room for it.
+def _shortened_family(family: Sequence[list[str]], prefixes: Counter[tuple[str, ...]], length: int) -> list[str]:
+    """Cut names of one shape in the same way: the most distinctive units stay, as long as all names fit.
 
-    ``family``: the units of each name, equally many. ``under``: how many names begin with some units; what a unit tells
-    is how many of them it leaves.
+    Args:
+        family: the units of each name, equally many.
+        prefixes: first units -> number of names that begin with them. The fewer of them a unit leaves, the more
+            distinctive it is.
+        length: characters of a name, at most.
     """
-    if all(len("".join(units)) <= room for units in family):
+    if all(len("".join(units)) <= length for units in family):
         return ["".join(units) for units in family]
-    places = range(len(family[0]))
-    left = [[under[tuple(units[:k])] / under[tuple(units[: k + 1])] for units in family] for k in places]
-    words = [[_word(units[k]) for units in family] for k in places]
-    number = ["*" in words[k] or (max(left[k]) > 1 and any(map(str.isdigit, words[k]))) for k in places]
+    positions = range(len(family[0]))
+    distinction = [
+        max(prefixes[tuple(units[:k])] / prefixes[tuple(units[: k + 1])] for units in family) for k in positions
+    ]
+    words = [[_word(units[k]) for units in family] for k in positions]
+    is_number = ["*" in words[k] or (distinction[k] > 1 and any(map(str.isdigit, words[k]))) for k in positions]
     kept: set[int] = set()
-    for k in sorted(places, key=lambda k: (number[k], max(left[k]), k), reverse=True):
-        if not kept or all(len(_joined(units, kept | {k})) <= room for units in family):
+    for k in sorted(positions, key=lambda k: (is_number[k], distinction[k], k), reverse=True):
+        if not kept or all(len(_with_gaps(units, kept | {k})) <= length for units in family):
             kept.add(k)
-        elif max(left[k]) == 1:  # in all of them: the end as far as it goes, no scraps from before it
+        elif distinction[k] == 1:  # all names have it: keep as much of the end as fits, nothing before it
             break
-    return [_cut(_joined(units, kept), room) for units in family]
+    return [_cut(_with_gaps(units, kept), length) for units in family]
 
 
-def _joined(units: Sequence[str], kept: set[int]) -> str:
+def _with_gaps(units: Sequence[str], kept: set[int]) -> str:
     """Return the kept units as a text, with a gap for each run of units that is left out."""
     text = ""
     for k, unit in enumerate(units):
@@ -160,14 +164,14 @@ def _joined(units: Sequence[str], kept: set[int]) -> str:
     return text
 
 
-def _cut(text: str, room: int) -> str:
-    """Cut a text in the middle, where there is nothing else to leave out; of both ends the last tells more."""
-    start = room // 3
-    return text if len(text) <= room else f"{text[:start]}{GAP}{text[len(text) - max(0, room - start - 1) :]}"
+def _cut(text: str, length: int) -> str:
+    """Cut a text in the middle; more of its end stays, because that is more distinctive."""
+    start = length // 3
+    return text if len(text) <= length else f"{text[:start]}{GAP}{text[len(text) - max(0, length - start - 1) :]}"
 
 
 def measured_parts(matrices: int, vectors: int) -> str:
-    """Return what is measured of a model.
+    """Return the numbers of measured parameters in words.
 
     Example:
         >>> measured_parts(2, 0), measured_parts(1, 1)

@@ -1,4 +1,4 @@
-"""The questions that pictures answer, and which quantities answer them: one list for every way of showing."""
+"""The questions that charts answer, and the quantities that answer them: one list for every display."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class Panel:
 
     question: str  # as a title
     first: str  # the quantity to look at first
-    reading: str  # what is in order, and what it means if it is not; for people who have not read the papers
-    summaries: tuple[str, ...] = ()  # of the whole network, that belong to it
+    reading: str  # healthy values, and what others mean; for people who have not read the papers
+    summaries: tuple[str, ...] = ()  # values of the whole network that belong to it
     roles: frozenset[str] = MATRICES  # of the layers that are shown
-    by_summary: bool = False  # whether a number of the whole network answers it, rather than a quantity
-    only: tuple[str, ...] = ()  # the quantities to show, where that is not all whose entry names the question
+    by_summary: bool = False  # whether a value of the whole network answers it, rather than a quantity
+    only: tuple[str, ...] = ()  # the quantities to show; by default all whose entry names the question
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """The quantities that answer it, the one to look at first first."""
+        """The quantities that answer it; the one to look at first comes first."""
         if self.only:
             return self.only
-        asked = [key for key, quantity in QUANTITIES.items() if quantity.question == self.question]
-        return tuple(sorted(asked, key=lambda key: (key != self.first, not QUANTITIES[key].essential)))
+        keys = [key for key, quantity in QUANTITIES.items() if quantity.question == self.question]
+        return tuple(sorted(keys, key=lambda key: (key != self.first, not QUANTITIES[key].essential)))
 
     @property
     def by_name(self) -> bool:
-        """True if nobody misses it who has not asked for it: all that answers it is of tier ``full``."""
+        """True if only users who request it expect it: all of its quantities are of tier ``full``."""
         return all(QUANTITIES[key].tier == "full" for key in self.quantities)
 
 
@@ -158,5 +158,5 @@ def pictured() -> tuple[str, ...]:
 
 
 def shown(panel: Panel, layers: Sequence[LayerInfo]) -> list[int]:
-    """Return the places of the layers that a panel shows."""
+    """Return the indices of the layers that a panel shows."""
     return [i for i, info in enumerate(layers) if info.role in panel.roles]

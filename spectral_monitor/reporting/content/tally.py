@@ -10,9 +10,9 @@ from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
 
 NOBODY = "no judge has seen this measurement"
-"""The reason where nothing has judged at all."""
+"""The reason of a measurement that was never judged."""
 JUDGED_BY = ("update_natural", "weight_natural", "update_ratio")
-"""Quantities that layers are compared by; a measurement without any of them judges nothing."""
+"""Quantities by which layers are judged; a measurement without any of them cannot be judged."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Tally:
 
 
 def named_by(verdict: Verdict) -> tuple[str, ...]:
-    """Return the layers that a verdict is on; none where it is on the network.
+    """Return the layers of a verdict; none if it is on the network.
 
     Example:
         >>> named_by(Verdict("head", "lr", 0.1, (0.0, 1.0), 9.0, 40, 5, "lr_too_large", "", ("head", "net.2")))
@@ -60,92 +60,91 @@ def named_by(verdict: Verdict) -> tuple[str, ...]:
 
 
 def off(measurement: Measurement) -> tuple[str, ...]:
-    """Return the layers that root verdicts name, the worst root first; each layer once."""
+    """Return the layers of root verdicts, the worst root first; each layer once."""
     return tuple(dict.fromkeys(layer for root in measurement.roots for layer in named_by(root)))
 
 
 def disturbed(measurement: Measurement) -> dict[str, str]:
     """Return layer -> its root, for every layer that follows from a root and is not off by itself."""
-    named = set(off(measurement))
-    found: dict[str, str] = {}
+    off_layers = set(off(measurement))
+    roots: dict[str, str] = {}
     for root in measurement.roots:
         following = [layer for v in measurement.verdicts if v.root == root.layer for layer in named_by(v)]
         for layer in (*following, *root.consequences):
-            if layer not in named:
-                found.setdefault(layer, root.layer)
-    for verdict in measurement.verdicts:  # its root may have been lifted at this very step
+            roots.setdefault(layer, root.layer)
+    for verdict in measurement.verdicts:  # its root may have been lifted at this step
         for layer in named_by(verdict):
-            if layer not in named:
-                found.setdefault(layer, verdict.root)
-    return found
+            roots.setdefault(layer, verdict.root)
+    return {layer: root for layer, root in roots.items() if layer not in off_layers}
 
 
 def followers(root: Verdict, measurement: Measurement) -> list[str]:
     """Return the layers that follow from a root."""
-    return [layer for layer, of in disturbed(measurement).items() if of == root.layer]
+    return [layer for layer, source in disturbed(measurement).items() if source == root.layer]
 
 
 def tally(measurement: Measurement) -> Tally:
     """Count the layers of a measurement by their state.
 
-    Where a file of an earlier version has no states, layers count as judged if anything they are compared by is known.
+    Files of earlier versions have no states: there, layers count as judged if a quantity of :data:`JUDGED_BY` has a
+    value.
 
     Example:
         >>> from spectral_monitor import LayerInfo
         >>> layers = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc")
         >>> states = {"a": LayerState(HEALTHY), "b": LayerState(HEALTHY), "c": LayerState(NOT_JUDGED, "frozen")}
-        >>> found = tally(Measurement(50, layers, {}, {"violations": 0.0}, states=states))
-        >>> found.layers, found.healthy, found.not_judged
+        >>> count = tally(Measurement(50, layers, {}, {"violations": 0.0}, states=states))
+        >>> count.layers, count.healthy, count.not_judged
         (3, 2, {'frozen': ('c',)})
     """
-    bad, follow = dict.fromkeys(off(measurement)), disturbed(measurement)
+    off_layers, follow = dict.fromkeys(off(measurement)), disturbed(measurement)
     names = [info.name for info in measurement.layers if info.is_matrix]
     states = measurement.states or _states(measurement, names)
     healthy: set[str] = set()
     not_judged: dict[str, list[str]] = {}
     for name in names:
-        if name not in bad and name not in follow:
-            state, reason = states.get(name, LayerState(NOT_JUDGED))  # what a judge said nothing of was not judged
+        if name not in off_layers and name not in follow:
+            state, reason = states.get(name, LayerState(NOT_JUDGED))
             if state == OFF:
-                bad[name] = None
+                off_layers[name] = None
             elif state == NOT_JUDGED:
                 not_judged.setdefault(reason, []).append(name)
             else:
                 healthy.add(name)
     by_count = sorted(not_judged.items(), key=lambda item: -len(item[1]))
     return Tally(
-        layers=len({*names, *bad, *follow}),
+        layers=len({*names, *off_layers, *follow}),
         network=tuple(root for root in measurement.roots if root.layer == NETWORK),
-        off=tuple(bad),
+        off=tuple(off_layers),
         disturbed=follow,
         passing=() if measurement.states else _passing(measurement, healthy),
-        not_judged={reason: tuple(some) for reason, some in by_count},
+        not_judged={reason: tuple(layers) for reason, layers in by_count},
     )
 
 
-def told(measurement: Measurement) -> frozenset[tuple[str, ...]]:
-    """Return what makes it worth saying again what is off: the roots by cause and layers.
+def root_keys(measurement: Measurement) -> frozenset[tuple[str, ...]]:
+    """Return the cause and the layers of each root; if they change, the verdicts are reported again.
 
-    Layers that begin or cease to follow from a root, and which of a cause's layers is the worst, make no difference.
+    The order of a root's layers and the layers that follow from it make no difference.
     """
     return frozenset((root.cause, *sorted(named_by(root))) for root in measurement.roots)
 
 
 def is_judged(measurement: Measurement) -> bool:
-    """Return whether it has anything to judge by: some steps measure other quantities only, and verdicts just stand."""
+    """Return whether it was judged: some steps measure other quantities only, and earlier verdicts stay."""
     network = any(root.layer == NETWORK for root in measurement.roots)
     return network or any(key in measurement.values for key in JUDGED_BY)
 
 
 def latest_judged(measurements: Sequence[Measurement]) -> Measurement | None:
-    """Return the newest measurement that has what layers are judged by; ``None`` if none has."""
+    """Return the newest measurement that was judged; ``None`` if none was."""
     return next(filter(is_judged, reversed(measurements)), None)
 
 
-def _nothing_known(measurement: Measurement) -> str:
-    """Return why nothing is known that layers are compared by; empty if anything is.
+def _why_not_judged(measurement: Measurement) -> str:
+    """Return why no layer has a value by which it is judged; empty if any has.
 
-    No verdict then means nothing: what is NaN, and what was not measured, violates nothing.
+    Without such values, the absence of verdicts means nothing.
     """
     key = next((key for key in JUDGED_BY if key in measurement.values), None)
     if key is None:
@@ -158,17 +157,17 @@ def _nothing_known(measurement: Measurement) -> str:
 
 
 def _states(measurement: Measurement, names: Sequence[str]) -> dict[str, LayerState]:
-    """Return the states that a measurement without any stands for."""
+    """Return states for a measurement that has none."""
     judged = "violations" in measurement.summary or measurement.verdicts
-    why = _nothing_known(measurement) if judged else NOBODY
-    return dict.fromkeys(names, LayerState(NOT_JUDGED, why) if why else LayerState(HEALTHY))
+    reason = _why_not_judged(measurement) if judged else NOBODY
+    return dict.fromkeys(names, LayerState(NOT_JUDGED, reason) if reason else LayerState(HEALTHY))
 
 
-def _passing(measurement: Measurement, among: set[str]) -> tuple[str, ...]:
-    """Return those layers that are outside a band at this one measurement, in the order of the network."""
+def _passing(measurement: Measurement, layers: set[str]) -> tuple[str, ...]:
+    """Return those of some layers that are outside a band at this measurement, in the order of the network."""
     outside: set[str] = set()
     for quantity, bands in measurement.bands.items():
         if quantity in measurement.values:
             rows = zip(measurement.layers, measurement.values[quantity].tolist(), bands.tolist(), strict=True)
             outside.update(info.name for info, value, (low, high, _) in rows if value < low or value > high)
-    return tuple(info.name for info in measurement.layers if info.name in outside & among)
+    return tuple(info.name for info in measurement.layers if info.name in outside & layers)

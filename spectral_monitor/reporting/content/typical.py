@@ -1,4 +1,4 @@
-"""The comparison of a layer with a typical one, as tables, pictures and verdicts use it."""
+"""The comparison of a layer with a typical one, in tables, pictures and verdicts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from spectral_monitor.fitting.medians import geometric_median
 from spectral_monitor.measurement import Measurement
 
 VS_TYPICAL = "vs. typical"
-"""What the number is called, everywhere."""
+"""The name of this ratio in every display."""
 
 
 def vs_typical(measurement: Measurement) -> list[float]:
-    """Return the size of each layer's update over its typical value, (L,); NaN where that is not known.
+    """Return the size of each layer's update over its typical value, (L,); NaN if that is not known.
 
-    The typical value is the reference of the layer's band; where no layer has one, the geometric median of operators
-    and readouts.
+    The typical value is the reference of the layer's band; if no layer has one, the geometric median of operators and
+    readouts.
 
     Example:
         >>> import torch
@@ -30,13 +30,13 @@ def vs_typical(measurement: Measurement) -> list[float]:
     if any(map(math.isfinite, ratios)) or "update_natural" not in measurement.values:
         return ratios
     sizes = measurement.values["update_natural"].tolist()
-    compared = [info.is_dense for info in measurement.layers]
-    median = geometric_median(size for size, one in zip(sizes, compared, strict=True) if one)
-    return [size / median if one and size > 0 else math.nan for size, one in zip(sizes, compared, strict=True)]
+    pairs = list(zip(sizes, measurement.layers, strict=True))
+    median = geometric_median(size for size, info in pairs if info.is_dense)
+    return [size / median if info.is_dense and size > 0 else math.nan for size, info in pairs]
 
 
 def legend(measurement: Measurement) -> str:
-    """Return one line on what ``vs. typical`` is and between which values a layer is OK; empty without values."""
+    """Return a line that explains ``vs. typical`` and gives its healthy range; empty without values."""
     if not any(map(math.isfinite, vs_typical(measurement))):
         return ""
     if not any(map(math.isfinite, over_reference(measurement))):
@@ -59,16 +59,16 @@ def limits(measurement: Measurement, quantity: str = "update_natural") -> tuple[
     """
     bands = measurement.bands.get(quantity)
     rows = [] if bands is None else bands.tolist()
-    known = [(low / middle, high / middle) for low, high, middle in rows if math.isfinite(middle) and middle]
-    if not known:
+    ratios = [(low / reference, high / reference) for low, high, reference in rows if 0 < abs(reference) < math.inf]
+    if not ratios:
         return math.nan, math.nan
-    low, high = (median_low(ends) for ends in zip(*known, strict=True))  # an infinite limit stays infinite
-    shared = sum(_close(one[0], low) and _close(one[1], high) for one in known)
-    return (low, high) if 2 * shared > len(known) else (math.nan, math.nan)
+    low, high = (median_low(ends) for ends in zip(*ratios, strict=True))  # an infinite limit stays infinite
+    shared = sum(_is_close(own_low, low) and _is_close(own_high, high) for own_low, own_high in ratios)
+    return (low, high) if 2 * shared > len(ratios) else (math.nan, math.nan)
 
 
 def as_fraction(limit: float) -> str:
-    """Return a limit as people say it: ``1/8``, ``8``.
+    """Return a limit as a whole number or as a fraction: ``8``, ``1/8``.
 
     Example:
         >>> as_fraction(0.125), as_fraction(8.0), as_fraction(1.0)
@@ -78,19 +78,20 @@ def as_fraction(limit: float) -> str:
 
 
 def powers_of_two(reach: float) -> tuple[list[int], list[str]]:
-    """Return the exponents on an axis from minus to plus this, about seven of them, and their powers in words.
+    """Return about seven exponents from -reach to reach, for an axis, and their powers as texts.
 
     Example:
         >>> powers_of_two(4.0)
         ([-4, -3, -2, -1, 0, 1, 2, 3, 4], ['1/16', '1/8', '1/4', '1/2', '1', '2', '4', '8', '16'])
     """
-    apart = max(1, round(reach / 3))
-    powers = [k * apart for k in range(-math.floor(reach / apart), math.floor(reach / apart) + 1)]
-    return powers, [f"{2**k:g}" if k >= 0 else f"1/{2**-k:g}" for k in powers]
+    spacing = max(1, round(reach / 3))
+    count = math.floor(reach / spacing)
+    exponents = [k * spacing for k in range(-count, count + 1)]
+    return exponents, [f"{2**k:g}" if k >= 0 else f"1/{2**-k:g}" for k in exponents]
 
 
-def log2_within(ratio: float, far: float) -> float:
-    """Return the logarithm to base 2, no further than this from 0: 0 and infinity have one too; NaN for NaN.
+def log2_within(ratio: float, reach: float) -> float:
+    """Return the logarithm to base 2, clamped to -reach and reach, so that 0 and infinity have one; NaN for NaN.
 
     Example:
         >>> log2_within(8.0, 7.0), log2_within(0.0, 7.0), log2_within(math.inf, 7.0)
@@ -99,17 +100,17 @@ def log2_within(ratio: float, far: float) -> float:
     if math.isnan(ratio):
         return ratio
     power = math.log2(ratio) if 0 < ratio < math.inf else math.copysign(math.inf, ratio - 1)
-    return min(max(power, -far), far)
+    return min(max(power, -reach), reach)
 
 
-def _close(limit: float, median: float) -> bool:
+def _is_close(limit: float, median: float) -> bool:
     return 0.99 * median <= limit <= 1.01 * median
 
 
 def over_reference(measurement: Measurement, quantity: str = "update_natural") -> list[float]:
-    """Return each layer's value over the reference of its band, NaN where it has none."""
-    values, bands = (where.get(quantity) for where in (measurement.values, measurement.bands))
+    """Return each layer's value over the reference of its band, (L,); NaN if it has none."""
+    values, bands = measurement.values.get(quantity), measurement.bands.get(quantity)
     if values is None or bands is None:
         return [math.nan] * len(measurement.layers)
     pairs = zip(values.tolist(), bands.tolist(), strict=True)
-    return [value / middle if middle else math.nan for value, (_, _, middle) in pairs]
+    return [value / reference if reference else math.nan for value, (_, _, reference) in pairs]

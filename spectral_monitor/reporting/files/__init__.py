@@ -1,1 +1,1 @@
-"""Runs in files: written, found, read, converted."""
+"""Files of runs: write them, find them, read them, convert them."""

@@ -1,4 +1,4 @@
-"""Numbers and layers as JSON has them, and files of lines that may have been cut short."""
+"""Numbers and layers in JSON, and files whose last line may be incomplete."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 
 def plain(value: Any) -> Any:
-    """Return a value, or all in a dict or a list, with numbers as JSON has them, which knows no NaN and no inf.
+    """Return a value for JSON, which has no NaN and no inf: ``None`` and a text; in dicts and lists too.
 
     Example:
         >>> plain(0.5), plain({"low": math.nan, "high": [1, -math.inf]})
         (0.5, {'low': None, 'high': [1, '-inf']})
     """
-    if isinstance(value, float):  # most of all
+    if isinstance(value, float):  # the most frequent case
         return value if math.isfinite(value) else None if math.isnan(value) else str(value)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
@@ -27,13 +27,13 @@ def value_of(value: Any) -> float:
 
     Raises:
         TypeError: it is no number.
-        ValueError: it is another text than those of infinity.
+        ValueError: it is a text other than those of infinity.
 
     Example:
         >>> value_of(None), value_of("-inf"), value_of(2)
         (nan, -inf, 2.0)
     """
-    if type(value) is float:  # most of all
+    if type(value) is float:  # the most frequent case
         return value
     if value is None:
         return math.nan
@@ -43,16 +43,16 @@ def value_of(value: Any) -> float:
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """Return what was written as this JSON.
+    """Return a value read from JSON as a type.
 
     Args:
-        kind: its type: ``str``, ``int``, ``float``, a tuple of them, a dataclass of them; or one of them or ``None``.
+        kind: ``str``, ``int``, ``float``, a tuple or a dataclass of them, or a union of one of these with ``None``.
         value: as ``json.loads`` returns it.
 
     Raises:
-        TypeError: it is of another type.
-        KeyError: a field that the dataclass does not have.
-        ValueError: a tuple of another length.
+        TypeError: the value is of another type.
+        KeyError: the dataclass lacks a field.
+        ValueError: the tuple has another length.
 
     Example:
         >>> read_as(tuple[int, ...], [4, 3])
@@ -71,7 +71,7 @@ def read_as(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         items = _typed(list, value)
         kinds = kinds[:1] * len(items) if kinds[-1] is Ellipsis else kinds
-        return tuple(read_as(each, item) for each, item in zip(kinds, items, strict=True))
+        return tuple(read_as(item_kind, item) for item_kind, item in zip(kinds, items, strict=True))
     if kinds:
         return None if value is None else read_as(kinds[0], value)
     return _typed(kind, value)
@@ -89,7 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def is_torn(file: BinaryIO) -> bool:
-    """Return whether the last line has no end, as when a process was killed while it wrote it."""
+    """Return whether the last line has no end, such as after a process was killed while it wrote."""
     if file.seek(0, os.SEEK_END) == 0:
         return False
     file.seek(-1, os.SEEK_END)

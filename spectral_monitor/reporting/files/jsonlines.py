@@ -1,4 +1,4 @@
-"""Measurements in a file of JSON lines, and back again."""
+"""Measurements written to and read from a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -14,34 +14,41 @@ from torch import Tensor
 
 from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
 from spectral_monitor.reporting.files.json_values import is_torn, plain
-from spectral_monitor.reporting.files.records import FORMAT, FURTHER_FILE, RUN_FILE, VERSION, concerning, read_records
-from spectral_monitor.reporting.sinks import need_room
+from spectral_monitor.reporting.files.records import (
+    FORMAT,
+    FURTHER_FILE,
+    RUN_FILE,
+    VERSION,
+    read_records,
+    without_quantities,
+)
+from spectral_monitor.reporting.sinks import check_free_space
 
 DIGITS = 6
-"""Of every value; estimates are good to 1 %."""
+"""Significant digits of every value; estimates are good to 1 %."""
 
 
-def run_file_name(place: int) -> str:
-    """Return the file name for the n-th monitor of a trainer.
+def run_file_name(number: int) -> str:
+    """Return the file name for the first, second, ... monitor of a trainer.
 
     Example:
         >>> run_file_name(1), run_file_name(2)
         ('spectral_monitor.jsonl', 'spectral_monitor_2.jsonl')
     """
-    return RUN_FILE if place == 1 else FURTHER_FILE.format(place)
+    return RUN_FILE if number == 1 else FURTHER_FILE.format(number)
 
 
 class JSONLinesSink:
     """Appends every measurement to a file, one line of JSON each, for tools of your own and for ``spectral-monitor``.
 
-    The first line, and one whenever the layers change, describes the layers; every other is a measurement. Its
-    ``values`` have a list for each quantity, in the order of the layers, with ``null`` where there is no value. Why
-    there is none is in ``reasons``: those that are others than in the last line with that quantity, ``null`` where one
-    is gone. The file is opened for each line, so that it may be moved or read at any time.
+    The first line describes the layers; so does a line whenever they change. Every other line is a measurement. Its
+    ``values`` have a list for each quantity, in the order of the layers, with ``null`` where there is no value.
+    ``reasons`` say why there is none: those that changed since the last line with that quantity, ``null`` for a reason
+    that no longer holds. The file is opened for each line, so that it can be moved or read at any time.
 
     Args:
-        path: of the file; its folder is made if need be. What is there already stays.
-        run: what the first line says of the run, such as ``{"model": "GPT"}``; the page shows it.
+        path: of the file; its folder is made if necessary. Lines that are there already stay.
+        run: facts about the run for the first line, such as ``{"model": "GPT"}``; the page shows them.
 
     Raises:
         IsADirectoryError: the path is a folder.
@@ -65,20 +72,20 @@ class JSONLinesSink:
         self._quantities: set[str] = set()
 
     def write(self, measurement: Measurement) -> None:
-        """Append a line, and before it one on the layers if they are others than before.
+        """Append a line, and before it one on the layers if they have changed.
 
         Raises:
-            OSError: the file cannot be written to, or the disk is all but full.
+            OSError: the file cannot be written to, or the disk is nearly full.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        need_room(self.path.parent)
-        known, self._layers = self._layers, None  # until it is written
+        check_free_space(self.path.parent)
+        described, self._layers = self._layers, None  # until the line is written
         lines = []
-        if known != measurement.layers or not self.path.exists():  # somebody may have taken it away
+        if described != measurement.layers or not self.path.exists():  # the file may have been moved
             lines, self._reasons, self._quantities = [_header(measurement.layers, self._run)], {}, set()
-        there = measurement.values.keys() | measurement.summary.keys()
-        self._quantities |= there
-        before = concerning(self._reasons, self._quantities - there)
+        measured = measurement.values.keys() | measurement.summary.keys()
+        self._quantities |= measured
+        before = without_quantities(self._reasons, self._quantities - measured)
         lines.append(_line(measurement, _changes(before, measurement.reasons)))
         with self.path.open("a+b") as file:
             if is_torn(file):
@@ -88,7 +95,7 @@ class JSONLinesSink:
         self._layers, self._reasons = measurement.layers, others | measurement.reasons
 
     def close(self) -> None:
-        """Begin the next run with a line on its layers; no file is open."""
+        """End the run: the next one begins with a line on its layers. No file is open."""
         self._layers = None
 
     def __repr__(self) -> str:
@@ -101,9 +108,9 @@ def _header(layers: Sequence[LayerInfo], run: Mapping[str, str]) -> str:
 
 
 def _changes(before: dict[str, str], now: dict[str, str]) -> dict[str, str | None]:
-    """Return what is new or different, and ``None`` for what is gone; reasons are many, and mostly stay."""
+    """Return new and changed reasons, and ``None`` for those that are gone; most of many reasons stay the same."""
     gone = dict.fromkeys(before.keys() - now.keys())
-    return {**{key: text for key, text in now.items() if before.get(key) != text}, **gone}
+    return {key: text for key, text in now.items() if before.get(key) != text} | gone
 
 
 def _line(measurement: Measurement, reasons: dict[str, str | None]) -> str:
@@ -122,13 +129,13 @@ def _line(measurement: Measurement, reasons: dict[str, str | None]) -> str:
 
 
 def _states(measurement: Measurement) -> list[list[Any]]:
-    """Return ``[state, reason, places of the layers]`` for each state and reason; layers are many, states few."""
-    place = {info.name: i for i, info in enumerate(measurement.layers)}
-    found: dict[LayerState, list[int]] = {}
+    """Return ``[state, reason, indices of the layers]`` for each state and reason; layers are many, states few."""
+    indices = {info.name: i for i, info in enumerate(measurement.layers)}
+    groups: dict[LayerState, list[int]] = {}
     for name, state in measurement.states.items():
-        if name in place:
-            found.setdefault(state, []).append(place[name])
-    return [[state.state, state.reason, places] for state, places in found.items()]
+        if name in indices:
+            groups.setdefault(state, []).append(indices[name])
+    return [[state.state, state.reason, layers] for state, layers in groups.items()]
 
 
 def _dump(value: Any) -> str:
@@ -142,21 +149,22 @@ def _column(values: Tensor) -> list[float]:
 def read_measurements(path: str | os.PathLike[str]) -> Iterator[Measurement]:
     """Read the measurements in a file that a :class:`JSONLinesSink` wrote, in its order, to six digits.
 
-    An incomplete line is left out at the end, as in a file that is being written. It is also left out where another
-    run goes on in the same file, as after a process was killed.
+    An incomplete last line is left out, for the file may still be written. So is an incomplete line before the line
+    where another run begins, such as after a process was killed.
 
     Raises:
-        ValueError: it is no such file, or a line in its middle is broken.
-        OSError: it cannot be read.
+        ValueError: the file was not written by a sink, or another line is broken.
+        OSError: the file cannot be read.
     """
     if Path(path).is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder: spectral_monitor.load finds the run in it")
     return map(_with_tensors, read_records(path))
 
 
-def _with_tensors(read: Measurement) -> Measurement:
-    """Return a measurement with tensors in the place of lists of numbers."""
+def _with_tensors(record: Measurement) -> Measurement:
+    """Return a measurement with tensors in place of lists of numbers."""
     values, bands = (
-        {key: torch.tensor(some, device="cpu") for key, some in part.items()} for part in (read.values, read.bands)
+        {key: torch.tensor(numbers, device="cpu") for key, numbers in columns.items()}
+        for columns in (record.values, record.bands)
     )
-    return replace(read, values=values, bands=bands)
+    return replace(record, values=values, bands=bands)

@@ -13,7 +13,7 @@ COLUMNS = ("step", "layer", "role", "quantity", "value")
 
 
 def long_rows(measurements: Iterable[Measurement]) -> Iterator[tuple[int, str, str, str, float]]:
-    """Yield a row of :data:`COLUMNS` for every number that is known; NaN is left out.
+    """Yield a row of :data:`COLUMNS` for every number that is not NaN.
 
     Example:
         >>> import torch
@@ -30,7 +30,7 @@ def long_rows(measurements: Iterable[Measurement]) -> Iterator[tuple[int, str, s
 
 
 def frame(rows: Iterable[tuple[int, str, str, str, float]]) -> Any:
-    """Return rows as a ``pandas.DataFrame``, with its columns even where there are no rows.
+    """Return rows as a ``pandas.DataFrame``; without rows it still has its columns.
 
     Raises:
         ImportError: pandas is not installed.

@@ -1,4 +1,4 @@
-"""Measurements as a file of JSON lines has them: plain numbers, read without torch."""
+"""Measurements read from a file of JSON lines without torch: their values are lists of numbers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
 from spectral_monitor.reporting.files.json_values import read_as, value_of
 
 FORMAT, VERSION = "spectral_monitor.measurements", 2
-READ = (1, 2)
-"""Versions that are read; the first has neither states nor roots."""
+READABLE_VERSIONS = (1, 2)
+"""Versions that can be read; the first has neither states nor roots."""
 RUN_FILE = "spectral_monitor.jsonl"
-"""What the callback names its file in the folder of a run."""
+"""Name of the callback's file in the folder of a run."""
 FURTHER_FILE = "spectral_monitor_{}.jsonl"
-"""That of a second monitor, and so on."""
+"""Name of the file of a second, third, ... monitor."""
 
 
 class Numbers(list[Any]):
-    """Numbers in the place of a tensor, with the one method that tables ask of it."""
+    """Numbers in place of a tensor, with the one method of tensors that tables call."""
 
     def tolist(self) -> list[Any]:
         """Return them as a list."""
@@ -30,9 +30,9 @@ class Numbers(list[Any]):
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[Measurement]:
-    """Yield what :func:`~spectral_monitor.reporting.read_measurements` does, without torch.
+    """Yield the measurements of :func:`~spectral_monitor.reporting.read_measurements`, without torch.
 
-    Values and bands are :class:`Numbers`. What is left out, and what is raised, is said there.
+    Values and bands are :class:`Numbers`. The same lines are left out and the same errors raised.
     """
     layers: tuple[LayerInfo, ...] | None = None
     reasons: dict[str, str] = {}
@@ -52,12 +52,11 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[Measurement]:
                 elif layers is None:
                     raise ValueError("measurements before any layers")
                 else:
-                    told = {key: read_as(str | None, text) for key, text in row["reasons"].items()}
-                    reasons = {key: text for key, text in {**reasons, **told}.items() if text is not None}
-                    there = row["values"].keys() | row["summary"].keys()
-                    quantities |= there
-                    others = quantities - there
-                    record = _record(row, layers, concerning(reasons, others))
+                    changes = {key: read_as(str | None, text) for key, text in row["reasons"].items()}
+                    reasons = {key: text for key, text in {**reasons, **changes}.items() if text is not None}
+                    measured = row["values"].keys() | row["summary"].keys()
+                    quantities |= measured
+                    record = _record(row, layers, without_quantities(reasons, quantities - measured))
             except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 broken = broken or ValueError(
                     f"{str(path)!r}, line {number}: not what spectral_monitor writes ({type(error).__name__}: {error})"
@@ -70,14 +69,14 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[Measurement]:
         raise broken
 
 
-def concerning(reasons: dict[str, str], others: Container[str]) -> dict[str, str]:
-    """Return all but those of quantities that only other lines measured, which are kept for when they are again."""
-    return {key: text for key, text in reasons.items() if key.partition("/")[0] not in others}
+def without_quantities(reasons: dict[str, str], quantities: Container[str]) -> dict[str, str]:
+    """Return the reasons without those of some quantities, such as those that a line does not measure."""
+    return {key: text for key, text in reasons.items() if key.partition("/")[0] not in quantities}
 
 
 def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
-    if row["format"] != FORMAT or row["version"] not in READ:
-        versions = " or ".join(map(str, READ))
+    if row["format"] != FORMAT or row["version"] not in READABLE_VERSIONS:
+        versions = " or ".join(map(str, READABLE_VERSIONS))
         raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {versions}")
     layers: tuple[LayerInfo, ...] = read_as(tuple[LayerInfo, ...], row["layers"])
     return layers
@@ -106,6 +105,6 @@ def _record(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[st
 
 def _states(rows: list[list[Any]], layers: tuple[LayerInfo, ...]) -> dict[str, LayerState]:
     """Return the state of each layer that has one, in the order of the layers."""
-    several = read_as(tuple[tuple[str, str, tuple[int, ...]], ...], rows)
-    known = {place: LayerState(state, reason) for state, reason, places in several for place in places}
-    return {layers[place].name: known[place] for place in sorted(known)}
+    groups = read_as(tuple[tuple[str, str, tuple[int, ...]], ...], rows)
+    states = {i: LayerState(state, reason) for state, reason, indices in groups for i in indices}
+    return {layers[i].name: states[i] for i in sorted(states)}

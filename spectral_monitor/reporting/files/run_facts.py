@@ -1,4 +1,4 @@
-"""Facts about a run from its folder, besides measurements: loss curve, model, optimizer, hyperparameters, date."""
+"""Facts about a run in its folder besides measurements: loss curve, model, optimizer, hyperparameters, date."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from datetime import datetime
 from pathlib import Path
 
 LOSSES = ("train_loss", "train/loss", "loss", "train_loss_step", "loss/train", "training_loss")
-"""Names of a training loss, the usual first; another name counts if it has both ``train`` and ``loss`` in it."""
+"""Names of a training loss, the most common first; other names count if they contain both ``train`` and ``loss``."""
 MAX_LOSS_POINTS = 1000
 """Points of the loss curve, evenly spaced."""
 MAX_HYPERPARAMETERS = 12
-"""Lines of ``hparams.yaml`` that are shown, at most."""
+"""The most lines of ``hparams.yaml`` that are shown."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class RunFacts:
     """Facts about a run."""
 
     about: Mapping[str, str] = field(default_factory=dict)  # title -> text, such as ``model`` and ``optimizer``
-    loss: str = ""  # name of the loss; empty where none was found
+    loss: str = ""  # name of the loss; empty if none was found
     points: Sequence[tuple[int, float]] = ()  # (step, loss), steps rising
 
 
 def run_facts(file: str | os.PathLike[str]) -> RunFacts:
-    """Return what the folder of a file of measurements says of its run.
+    """Return the facts about a run in the folder of its file of measurements.
 
-    The loss is that of Lightning's ``CSVLogger`` or ``TensorBoardLogger`` in the same folder. What cannot be read is
-    left out.
+    The loss was logged by Lightning's ``CSVLogger`` or ``TensorBoardLogger`` in the same folder. Files that cannot be
+    read are left out.
     """
     file = Path(file)
     about = _header(file)
@@ -42,24 +42,24 @@ def run_facts(file: str | os.PathLike[str]) -> RunFacts:
     curves = _from_csv(file.parent / "metrics.csv") or _from_events(file.parent)
     name = loss_name(list(curves))
     points = sorted(curves.get(name, {}).items())
-    apart = math.ceil(len(points) / MAX_LOSS_POINTS) or 1
-    return RunFacts(about | _hyperparameters(file.parent), name, points[::apart])
+    stride = math.ceil(len(points) / MAX_LOSS_POINTS) or 1
+    return RunFacts(about | _hyperparameters(file.parent), name, points[::stride])
 
 
 def loss_name(names: Sequence[str]) -> str:
-    """Return the name among these that is most likely the training loss; empty where there is none.
+    """Return the name that is most likely the training loss; empty if there is none.
 
     Example:
         >>> loss_name(["epoch", "val_loss", "train_loss"]), loss_name(["net/train_ce_loss"]), loss_name(["val_loss"])
         ('train_loss', 'net/train_ce_loss', '')
     """
-    found = [name for name in LOSSES if name in names]
-    found += [name for name in names if "train" in name.lower() and "loss" in name.lower()]
-    return found[0] if found else ""
+    common = [name for name in LOSSES if name in names]
+    others = [name for name in names if "train" in name.lower() and "loss" in name.lower()]
+    return next(iter([*common, *others]), "")
 
 
 def _header(file: Path) -> dict[str, str]:
-    """Return what the monitor wrote of the run into the first line."""
+    """Return the facts that the monitor wrote into the first line."""
     try:
         with file.open(errors="replace") as lines:
             row = json.loads(lines.readline())
@@ -100,5 +100,5 @@ def _from_events(folder: Path) -> dict[str, dict[int, float]]:
         events.Reload()
         name = loss_name(events.Tags()["scalars"])
         return {name: {event.step: event.value for event in events.Scalars(name)}} if name else {}
-    except Exception:  # a broken file of another tool must not cost the page
+    except Exception:  # a broken file of another tool must not prevent the page
         return {}

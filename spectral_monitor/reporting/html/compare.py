@@ -1,4 +1,4 @@
-"""Two runs on one page: the curves of both in the same charts."""
+"""A page that shows the curves of two runs in the same charts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spectral_monitor.reporting.logged_run import Run
 
 DASHES = {"A": "solid", "B": "dot"}
-"""Of the first run's lines and of the second one's."""
+"""Line styles of the first and the second run."""
 
 
 def write_comparison(a: Run, b: Run, names: Sequence[str], lines: Sequence[str], path: str | os.PathLike[str]) -> None:
@@ -26,7 +26,7 @@ def write_comparison(a: Run, b: Run, names: Sequence[str], lines: Sequence[str],
 
     Args:
         names: of both runs.
-        lines: what is said at the top, the answer first; then a table as text.
+        lines: the text at the top: the answer, then the lines of a table.
 
     Raises:
         ImportError: plotly is not installed.
@@ -41,13 +41,13 @@ def write_comparison(a: Run, b: Run, names: Sequence[str], lines: Sequence[str],
     sections = [head, f'<section class="wide"><pre style="margin: 0">{text}</pre></section>']
     figures: dict[str, Figure] = {}
     steps: dict[str, Sequence[int]] = {}
-    for place, panel in enumerate(PANELS):
-        figure, known = _overlaid(panel, (a.measurements, b.measurements))
+    for number, panel in enumerate(PANELS):
+        figure, panel_steps = _overlaid(panel, (a.measurements, b.measurements))
         if figure is not None:
-            figures[f"panel-{place}"] = figure
-            steps |= known
-            drawn = f'<div class="wide"><div class="figure" id="panel-{place}"></div></div>'
-            sections.append(f"<section><h2>{escaped(panel.question)}</h2>\n{drawn}</section>")
+            figures[f"panel-{number}"] = figure
+            steps |= panel_steps
+            chart = f'<div class="wide"><div class="figure" id="panel-{number}"></div></div>'
+            sections.append(f"<section><h2>{escaped(panel.question)}</h2>\n{chart}</section>")
     document = page(escaped(answer), "\n".join(sections), figures, steps)
     Path(path).write_text(document, encoding="utf-8", errors="replace", newline="\n")
 
@@ -58,36 +58,33 @@ def _overlaid(panel: Panel, runs: Sequence[Sequence[Measurement]]) -> tuple[Figu
     if not common:
         return None, {}
     panel = replace(panel, only=tuple(common))
-    (first, steps), (second, more) = (curves(panel, run, run[-1]) for run in runs)
-    if first is None or second is None or list(steps) != list(more):
+    (a, a_steps), (b, b_steps) = (curves(panel, run, run[-1]) for run in runs)
+    if a is None or b is None or list(a_steps) != list(b_steps):
         return None, {}
-    data = [_of(trace, "A") for trace in first["data"] if not trace.get("uid", "").startswith("F")]
-    data += [_of(trace, "B") for trace in second["data"] if "meta" in trace]  # lines; one band is enough
-    for axis in (name for name in first["layout"] if name.startswith("yaxis")):
-        one, other = first["layout"][axis], second["layout"][axis]
-        if one.get("type") == other.get("type"):
-            low, high = zip(one["range"], other["range"], strict=True)
-            one["range"] = [min(low), max(high)]
+    data = [_trace_of_run(trace, "A") for trace in a["data"] if not trace.get("uid", "").startswith("F")]
+    data += [_trace_of_run(trace, "B") for trace in b["data"] if "meta" in trace]  # lines; one band is enough
+    for name in (name for name in a["layout"] if name.startswith("yaxis")):
+        axis, other = a["layout"][name], b["layout"][name]
+        if axis.get("type") == other.get("type"):
+            low, high = zip(axis["range"], other["range"], strict=True)
+            axis["range"] = [min(low), max(high)]
         else:  # one of them has negative values
-            one.pop("type", None)
-            one.pop("range", None)
-    known = {f"{key} {run}": at for run, of in (("A", steps), ("B", more)) for key, at in of.items()}
-    return {"data": data, "layout": first["layout"]}, known
+            axis.pop("type", None)
+            axis.pop("range", None)
+    steps = {f"{key} A": a_steps[key] for key in a_steps} | {f"{key} B": b_steps[key] for key in b_steps}
+    return {"data": data, "layout": a["layout"]}, steps
 
 
-def _of(trace: Figure, run: str) -> Figure:
-    """Return a trace as one of a run: its steps, its dashes, and its name where the mouse is."""
+def _trace_of_run(trace: Figure, run: str) -> Figure:
+    """Return a trace with the steps of a run; lines also get the run's dashes, and its name in their tooltip."""
     if isinstance(trace["x"], str):
         trace = {**trace, "x": f"{trace['x']} {run}"}
     if "meta" not in trace:
         return trace
-    uid = f"L{run}{trace['uid'][1:]}"  # one of its own: plotly tells lines apart by it
-    line = {**trace["line"], "dash": DASHES[run]}
-    template = trace["hovertemplate"].replace("%{meta[0]}", f"%{{meta[0]}} in {run}", 1)
     return {
         **trace,
-        "uid": uid,
-        "line": line,
-        "hovertemplate": template,
+        "uid": f"L{run}{trace['uid'][1:]}",  # plotly identifies lines by it
+        "line": {**trace["line"], "dash": DASHES[run]},
+        "hovertemplate": trace["hovertemplate"].replace("%{meta[0]}", f"%{{meta[0]}} in {run}", 1),
         "showlegend": trace["showlegend"] and run == "A",
     }

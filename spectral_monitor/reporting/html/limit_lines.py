@@ -1,4 +1,4 @@
-"""The limit of infinite width on a page: dashed lines, and how far the run is from it."""
+"""The limit of infinite width on a page: dashed lines, and the distance of the run from it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from spectral_monitor.reporting.html.figures import Figure, digits, drawable, li
 
 NAME = "infinite width"
 COLOUR = "@soft"
-LARGEST = 5.0
-"""Factor beyond the curves' range up to which a dashed line widens it."""
+MAX_WIDENING = 5.0
+"""Factor by which a dashed line may widen the range of an axis."""
 
 
 def limit_sentences(run: Sequence[Measurement], limit: Sequence[Measurement]) -> list[str]:
-    """Return how far a run is from its limit at the last step where both have values: one sentence for each quantity.
+    """Return a sentence for each quantity: how far the run is from its limit at the last step where both have values.
 
     Example:
         >>> import torch
@@ -26,44 +26,45 @@ def limit_sentences(run: Sequence[Measurement], limit: Sequence[Measurement]) ->
         >>> limit_sentences(at(0.96), at(1.0))
         ['At step 5 feature_change is within 4 % of its limit of infinite width.']
     """
-    steps = {measurement.step: measurement for measurement in limit}
-    both = [(measurement, steps[measurement.step]) for measurement in run if measurement.step in steps]
-    said = []
-    for key in dict.fromkeys(key for _, there in both for key in there.values):
-        for now, there in reversed(both):
-            apart = list(_distances(now, there, key))
-            if apart:
-                percent = math.ceil(100 * max(apart) - 1e-3)
-                said.append(f"At step {now.step} {key} is within {percent} % of its limit of infinite width.")
+    at_infinity = {measurement.step: measurement for measurement in limit}
+    pairs = [(measurement, at_infinity[measurement.step]) for measurement in run if measurement.step in at_infinity]
+    sentences = []
+    for key in dict.fromkeys(key for _, infinite in pairs for key in infinite.values):
+        for measurement, infinite in reversed(pairs):
+            distances = list(_distances(measurement, infinite, key))
+            if distances:
+                percent = math.ceil(100 * max(distances) - 1e-3)
+                sentences.append(
+                    f"At step {measurement.step} {key} is within {percent} % of its limit of infinite width."
+                )
                 break
-    return said
+    return sentences
 
 
-def _distances(now: Measurement, there: Measurement, key: str) -> Iterator[float]:
+def _distances(measurement: Measurement, infinite: Measurement, key: str) -> Iterator[float]:
     """Yield the relative distance of every layer that has both values."""
-    if key not in now.values or key not in there.values:
+    if key not in measurement.values or key not in infinite.values:
         return
-    known = {info.name for info in now.layers}
-    for info in there.layers:
-        if info.name in known:
-            value, goal = now.value(key, info.name), there.value(key, info.name)
-            if math.isfinite(value) and math.isfinite(goal) and goal:
-                yield abs(value / goal - 1)
+    names = {info.name for info in measurement.layers}
+    for name in (info.name for info in infinite.layers if info.name in names):
+        value, limit = measurement.value(key, name), infinite.value(key, name)
+        if math.isfinite(value) and math.isfinite(limit) and limit:
+            yield abs(value / limit - 1)
 
 
 def limit_traces(limit: Sequence[Measurement], key: str, names: Sequence[str]) -> list[Figure]:
     """Return a dashed grey line for each of these layers whose limit of infinite width is known."""
-    found = drawable(limit, key) if limit else None
-    if found is None:
+    history = drawable(limit, key) if limit else None
+    if history is None:
         return []
     traces: list[Figure] = []
-    for info, values in zip(found.layers, found.values(key).tolist(), strict=True):
-        known = [(step, value) for step, value in zip(found.steps, values, strict=True) if math.isfinite(value)]
-        if info.name in names and known:
+    for info, values in zip(history.layers, history.values(key).tolist(), strict=True):
+        points = [(step, value) for step, value in zip(history.steps, values, strict=True) if math.isfinite(value)]
+        if info.name in names and points:
             traces.append(
                 line(
-                    [step for step, _ in known],
-                    digits([value for _, value in known]),
+                    [step for step, _ in points],
+                    digits([value for _, value in points]),
                     line={"color": COLOUR, "width": 1.6, "dash": "dash"},
                     name=NAME,
                     legendgroup=NAME,
@@ -76,7 +77,7 @@ def limit_traces(limit: Sequence[Measurement], key: str, names: Sequence[str]) -
 
 
 def widened(low: float, high: float, traces: Sequence[Figure], log: bool) -> tuple[float, float]:
-    """Return the range of an axis with room for dashed lines that are not far from its curves.
+    """Return the range of an axis, widened for dashed lines that are not far from its curves.
 
     Example:
         >>> widened(1.0, 2.0, [{"y": [3.0, 4.0]}, {"y": [1e6]}], log=True)
@@ -84,8 +85,8 @@ def widened(low: float, high: float, traces: Sequence[Figure], log: bool) -> tup
     """
     values = [value for trace in traces for value in trace["y"]]
     if log:
-        near = [value for value in values if low / LARGEST < value < high * LARGEST]
-        return min([low, *(value / 1.1 for value in near)]), max([high, *(1.1 * value for value in near)])
-    reach = LARGEST * (high - low)
-    near = [value for value in values if low - reach < value < high + reach]
-    return min([low, *near]), max([high, *near])
+        nearby = [value for value in values if low / MAX_WIDENING < value < high * MAX_WIDENING]
+        return min([low, *(value / 1.1 for value in nearby)]), max([high, *(1.1 * value for value in nearby)])
+    reach = MAX_WIDENING * (high - low)
+    nearby = [value for value in values if low - reach < value < high + reach]
+    return min([low, *nearby]), max([high, *nearby])

@@ -1,6 +1,6 @@
-"""The page around a report: its looks, the script that draws, and a policy that forbids it to load anything.
+"""The page around a report: its style, its script, and a policy that forbids it to load anything.
 
-Looks and script are the files ``page.css`` and ``page.js`` beside this one.
+Style and script are in ``page.css`` and ``page.js`` beside this file.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def page(
 ) -> str:
     """Return the whole document: one file that needs nothing else.
 
-    Its policy lets it load nothing, and run nothing but plotly and the script above: not even a script that somebody
-    has managed to write into ``body``.
+    Its policy allows no loading, and no scripts but plotly and the one above: a script injected into ``body`` does not
+    run.
 
     Args:
         title: as HTML.
         body: as HTML, with an element for each figure.
         figures: id of the element -> figure.
-        steps: key -> what figures refer to as ``x``.
-        controls: what search, table and slider need: ``layers`` and ``table``; ``None`` for a page without them.
+        steps: key -> steps; figures have the key for ``x``.
+        controls: the data of search, table and slider, ``layers`` and ``table``; ``None`` for a page without them.
 
     Raises:
         ImportError: plotly is not installed.
@@ -72,18 +72,14 @@ def page(
 """
 
 
-def need_plotly(what: str) -> None:
-    """Refuse to go on without plotly.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+def need_plotly(feature: str) -> None:
+    """Raise an ImportError if plotly is not installed."""
     if find_spec("plotly") is None:
-        raise ImportError(f'{what} needs plotly: pip install "spectral-monitor[plots]"')
+        raise ImportError(f'{feature} needs plotly: pip install "spectral-monitor[plots]"')
 
 
 def script_json(value: Any) -> str:
-    r"""Return a value as JSON that cannot end the element it stands in.
+    r"""Return a value as JSON that cannot end the HTML element around it.
 
     Example:
         >>> script_json("</script>")

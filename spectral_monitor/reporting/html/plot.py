@@ -43,32 +43,32 @@ def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Seq
     if layers is not None:
         patterns = [layers] if isinstance(layers, str) else list(layers)
         check_patterns("layers", patterns, [info.name for info in run[-1].layers if info.is_matrix])
-        places = [i for i, x in enumerate(run[-1].layers) if x.is_matrix and matches(patterns, x.name)]
-        run = tuple(_only(measurement, places) for measurement in run)
-    drawn, steps = curves(Panel(quantity, quantity, "", only=(quantity,)), run, run[-1])
-    if drawn is None:
+        indices = [i for i, info in enumerate(run[-1].layers) if info.is_matrix and matches(patterns, info.name)]
+        run = tuple(_with_layers(measurement, indices) for measurement in run)
+    chart, steps = curves(Panel(quantity, quantity, "", only=(quantity,)), run, run[-1])
+    if chart is None:
         reasons = (m.why(quantity, info.name) for m in run if quantity in m.values for info in m.layers)
         reason = next(filter(None, reasons), "")
         raise ValueError(f"{quantity!r} is NaN in every layer that was asked for{f': {reason}' if reason else ''}")
-    layout = _filled(drawn["layout"], "", steps)
+    layout = _filled(chart["layout"], "", steps)
     grid = {"gridcolor": LIGHT["line"], "linecolor": LIGHT["line"], "zeroline": False}
     layout |= {axis: {**grid, **layout[axis]} for axis in ("xaxis", "yaxis")}
     layout |= {"paper_bgcolor": LIGHT["card"], "plot_bgcolor": LIGHT["card"], "font": {"color": LIGHT["ink"]}}
-    return go.Figure(data=[_filled(trace, "", steps) for trace in drawn["data"]], layout=layout)
+    return go.Figure(data=[_filled(trace, "", steps) for trace in chart["data"]], layout=layout)
 
 
-def _only(measurement: Measurement, places: list[int]) -> Measurement:
+def _with_layers(measurement: Measurement, indices: list[int]) -> Measurement:
     """Return the measurement of some layers."""
     return replace(
         measurement,
-        layers=tuple(measurement.layers[i] for i in places),
-        values={key: column[places] for key, column in measurement.values.items()},
-        bands={key: rows[places] for key, rows in measurement.bands.items()},
+        layers=tuple(measurement.layers[i] for i in indices),
+        values={key: column[indices] for key, column in measurement.values.items()},
+        bands={key: rows[indices] for key, rows in measurement.bands.items()},
     )
 
 
 def _filled(value: Any, key: str, steps: Mapping[str, Sequence[int]]) -> Any:
-    """Return a part of a figure with colours and steps where the page's script would put them."""
+    """Return a part of a figure with its colours and steps, which on a page the script fills in."""
     if isinstance(value, str):
         if value.startswith("@"):
             return LIGHT[value[1:]]

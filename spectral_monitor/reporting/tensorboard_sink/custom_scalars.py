@@ -1,4 +1,4 @@
-"""The Custom Scalars tab of TensorBoard: a category for each question, in which the first chart answers it."""
+"""The Custom Scalars tab of TensorBoard: a category for each question, whose first chart answers it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 SUMMARY = f"{PREFIX}/summary"
 ENDS = f"/(?:{'|'.join(SPREAD)})"
-"""What follows the name of a family, as a regular expression."""
+"""A regular expression for the statistics after the name of a family."""
 MAX_OPEN_CHARTS = 24
-"""Of more charts than that, only the first category is open at first."""
+"""If there are more charts, only the first category is open at first."""
 
 
 def layout(layers: tuple[LayerInfo, ...], tags: Collection[str]) -> Layout:
-    """Return the charts for what there is to show, as TensorBoard's protocol buffer; no category is empty.
+    """Return the categories with charts, as TensorBoard's protocol buffer.
 
     ``tags``: of all numbers so far.
     """
     from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Layout
 
-    drawn = [(panel.question, list(_charts(panel, layers, tags))) for panel in PANELS]
-    drawn = [(question, charts) for question, charts in drawn if charts]
-    many = sum(len(charts) for _, charts in drawn) > MAX_OPEN_CHARTS
-    categories = [Category(title=name, chart=charts, closed=many and i > 0) for i, (name, charts) in enumerate(drawn)]
+    charts = {panel.question: list(_charts(panel, layers, tags)) for panel in PANELS}
+    questions = [question for question in charts if charts[question]]
+    many = sum(map(len, charts.values())) > MAX_OPEN_CHARTS
+    categories = [Category(title=name, chart=charts[name], closed=many and i > 0) for i, name in enumerate(questions)]
     return Layout(category=categories)
 
 
@@ -56,18 +56,18 @@ def _charts(panel: Panel, layers: tuple[LayerInfo, ...], tags: Collection[str]) 
         (f"whole network: {', '.join(names)}", [f"{re.escape(f'{SUMMARY}/{name}')}$" for name in names])
         for names in _groups([key for key in panel.summaries if f"{SUMMARY}/{key}" in tags])
     ]
-    place = 0 if panel.by_summary else 1
-    for title, patterns in [*quantities[:place], *summaries, *quantities[place:]]:
+    index = 0 if panel.by_summary else 1
+    for title, patterns in [*quantities[:index], *summaries, *quantities[index:]]:
         yield Chart(title=title, multiline=MultilineChartContent(tag=patterns))
 
 
 def _of_quantities(
     panel: Panel, layers: tuple[LayerInfo, ...], tags: Collection[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield the title and the tags' patterns of each chart: all layers together first, then the families.
+    """Yield the title and the patterns of tags of each chart: all layers together first, then the families.
 
-    A chart of a few lines shows a layer that is 100 times too large: TensorBoard cuts off what is above 95 % of all
-    points, unless it is told not to.
+    Charts of few lines still show a layer that is 100 times too large: by default TensorBoard cuts off the highest 5 %
+    of a chart's points.
     """
     groups = grouped(layers)
     for quantity in panel.quantities:
@@ -106,9 +106,9 @@ def _of_families(
 
 
 def _singles(key: str, layers: tuple[LayerInfo, ...], tags: Collection[str]) -> list[str]:
-    """Return the pattern of all layers that are logged one by one, those that have had a verdict among them.
+    """Return the pattern of all layers that are logged one by one, those that ever had a verdict included.
 
-    It is the same whichever these are: of two runs with different charts of one title TensorBoard shows one.
+    It does not depend on these layers: if two runs have different charts of one title, TensorBoard shows only one.
     """
     if not any(f"{group(key)}/{info.name}" in tags for info in layers):
         return []
@@ -121,18 +121,18 @@ def _limits(key: str, tags: Collection[str]) -> list[str]:
     return [f"{re.escape(stem)}(?:low|high)$"] if any(tag.startswith(stem) for tag in tags) else []
 
 
-def _pattern(key: str, names: Sequence[str], rest: str) -> str:
-    """Return a regular expression for a quantity of these layers or families alone; ``rest`` follows a name."""
-    found = "|".join(map(re.escape, names))
-    return re.escape(f"{group(key)}/") + (f"(?:{found})" if len(names) > 1 else found) + f"{rest}$"
+def _pattern(key: str, names: Sequence[str], suffix: str) -> str:
+    """Return a regular expression for a quantity of these layers or families; ``suffix`` follows a name."""
+    alternatives = "|".join(map(re.escape, names))
+    return re.escape(f"{group(key)}/") + (f"(?:{alternatives})" if len(names) > 1 else alternatives) + f"{suffix}$"
 
 
 def _groups(names: Sequence[str]) -> list[list[str]]:
-    """Return the names of each chart: those that begin with another name share its chart.
+    """Return the names in each chart: names that begin with another one share its chart.
 
     Example:
         >>> _groups(["spread", "loss", "loss_predicted"])
         [['spread'], ['loss', 'loss_predicted']]
     """
-    first = [name for name in names if not any(name.startswith(f"{other}_") for other in names)]
-    return [[name for name in names if name == head or name.startswith(f"{head}_")] for head in first]
+    heads = [name for name in names if not any(name.startswith(f"{other}_") for other in names)]
+    return [[name for name in names if name == head or name.startswith(f"{head}_")] for head in heads]

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import HEALTHY, OFF
-from spectral_monitor.reporting.text.gauge import DRAWN
+from spectral_monitor.reporting.text.gauge import SYMBOLS
 from spectral_monitor.reporting.text.lines import Table, folded_line, printable, that_fit
 from spectral_monitor.reporting.text.table import ARROWS, WIDTH
 
@@ -18,8 +18,8 @@ def rendered(table: Table) -> str:
     """Return the table for standard output.
 
     On a terminal with rich installed, layers that are off are in colour, unless ``NO_COLOR`` is set. The table is as
-    wide as the window; in a narrow one the columns that matter least are left out. Elsewhere it is plain text of 80
-    columns, or as many as ``COLUMNS`` says.
+    wide as the window; in a narrow one the least important columns are left out. Elsewhere it is plain text, 80
+    characters wide or as wide as ``COLUMNS`` says.
 
     Example:
         >>> from spectral_monitor.reporting.text.lines import Column
@@ -35,14 +35,14 @@ def rendered(table: Table) -> str:
         console = Console()
         if console.is_terminal and not console.legacy_windows:
             return _drawn(table, console)
-    except Exception:  # without rich, or with one that is broken or of another age, the text is as good
+    except Exception:  # without rich, or with a broken or incompatible one, plain text is as good
         pass
     columns = os.environ.get("COLUMNS", "")
     return table.plain(int(columns) if columns.isdigit() and int(columns) else WIDTH)
 
 
 def _drawn(table: Table, console: Console) -> str:
-    """Return text with the terminal's codes: a progress bar that has taken over standard output passes them on too."""
+    """Return text with the terminal's codes, which also pass through a progress bar that captures standard output."""
     from rich import box
     from rich.table import Table as Grid
     from rich.text import Text
@@ -50,21 +50,21 @@ def _drawn(table: Table, console: Console) -> str:
     width = console.width
     columns = that_fit(table.columns, width)
     grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
-    for place, column in enumerate(columns):
-        wraps = column.text and not column.drawn and place in (0, len(columns) - 1)
+    for index, column in enumerate(columns):
+        wraps = column.text and not column.drawn and index in (0, len(columns) - 1)
         side: JustifyMethod = "left" if column.text else "right"
         grid.add_column(Text(column.title), justify=side, no_wrap=not wraps, overflow="fold")
-    marks = DRAWN if "utf" in (console.encoding or "").lower() else {}
-    drawn = [[cell.translate(marks if of.drawn else {}) for cell in of.cells] for of in columns]
-    for row, (name, *cells) in enumerate(zip(*drawn, strict=True)):
+    symbols = SYMBOLS if "utf" in (console.encoding or "").lower() else {}
+    texts = [[cell.translate(symbols if column.drawn else {}) for cell in column.cells] for column in columns]
+    for row, (name, *cells) in enumerate(zip(*texts, strict=True)):
         style = "bold red" if table.states and table.states[row] == OFF else ""
-        marked = (Text(cell, style if cell.endswith((*ARROWS, *DRAWN.values())) else "") for cell in cells)
-        grid.add_row(Text(name, style), *marked)
-    judgement = {HEALTHY: "bold green", OFF: "bold red"}.get(table.state, "bold")
+        styled = (Text(cell, style if cell.endswith((*ARROWS, *SYMBOLS.values())) else "") for cell in cells)
+        grid.add_row(Text(name, style), *styled)
+    title_style = {HEALTHY: "bold green", OFF: "bold red"}.get(table.state, "bold")
     with console.capture() as captured:
         for line in (table.title, *table.notes):
             for part in folded_line(printable(line), width):
-                console.print(Text(part, judgement))
+                console.print(Text(part, title_style))
         if columns:
             console.print(grid)
         for line in table.below(columns, width):

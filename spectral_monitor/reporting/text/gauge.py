@@ -1,4 +1,4 @@
-"""A gauge of characters: positions of layers between far too small and far too large."""
+"""A gauge of characters: the position of layers between far too small and far too large."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from spectral_monitor.reporting.content.typical import log2_within
 WIDTH = 23
 """Characters of the scale."""
 REACH = 7.0
-"""Powers of two on either side of 1; what is further is drawn at the end."""
+"""Powers of two on either side of 1; ratios beyond are drawn at the end."""
 POINT, RANGE, LIMIT = "o", "=", "|"
 """One layer, several layers from the lowest to the highest, and the limits."""
-DRAWN: dict[int, str] = str.maketrans({POINT: "●", RANGE: "━"})
-"""The same where a terminal has them."""
+SYMBOLS: dict[int, str] = str.maketrans({POINT: "●", RANGE: "━"})
+"""The same in characters for terminals that have them."""
 
 
 def scale(limits: tuple[float, float]) -> str:
@@ -28,13 +28,13 @@ def scale(limits: tuple[float, float]) -> str:
     for text, start in (("1/128", 0), ("1", WIDTH // 2), ("128", WIDTH - 3)):
         line[start : start + len(text)] = text
     for limit, bracket in zip(limits, "[]", strict=True):
-        if limit > 0 and line[_place(limit)] == " ":
-            line[_place(limit)] = bracket
+        if limit > 0 and line[_position(limit)] == " ":
+            line[_position(limit)] = bracket
     return "".join(line)
 
 
 def gauge(ratios: Sequence[float], limits: tuple[float, float]) -> str:
-    """Return where the ratios lie on the scale; empty where none is known.
+    """Return the ratios as a line of the scale; empty if all are NaN.
 
     Example:
         >>> gauge([85.0], (1 / 16, 8.0))
@@ -42,18 +42,18 @@ def gauge(ratios: Sequence[float], limits: tuple[float, float]) -> str:
         >>> gauge([0.65, 1.6], (1 / 16, 8.0))
         '     |    ===   |'
     """
-    known = [ratio for ratio in ratios if not math.isnan(ratio)]
-    if not known:
+    positions = [_position(ratio) for ratio in ratios if not math.isnan(ratio)]
+    if not positions:
         return ""
     line = list(" " * WIDTH)
     for limit in limits:
         if limit > 0:
-            line[_place(limit)] = LIMIT
-    first, last = _place(min(known)), _place(max(known))
-    line[first : last + 1] = (POINT if len(known) == 1 else RANGE) * (last + 1 - first)
+            line[_position(limit)] = LIMIT
+    first, last = min(positions), max(positions)
+    line[first : last + 1] = (POINT if len(positions) == 1 else RANGE) * (last + 1 - first)
     return "".join(line).rstrip()
 
 
-def _place(ratio: float) -> int:
-    """Return the character at which a ratio is drawn."""
+def _position(ratio: float) -> int:
+    """Return the index of the character at which a ratio is drawn."""
     return round((log2_within(ratio, REACH) + REACH) / (2 * REACH) * (WIDTH - 1))

@@ -1,4 +1,4 @@
-"""Texts as Markdown: verdicts, the answer first, and the questions that charts answer."""
+"""Markdown of verdicts, the answer first, and of the questions that charts answer."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from textwrap import wrap
 
 from spectral_monitor.condition.verdict import Verdict, short
 from spectral_monitor.measurement import Measurement
-from spectral_monitor.messages import some
+from spectral_monitor.messages import joined
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import MAX_NAMES, following, headlines
 from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.content.tally import named_by
 
 LINE = 40
-"""Characters of a sentence in a line; TensorBoard makes columns beside a longer one too narrow for words."""
+"""Characters of a line in a cell; beside longer ones TensorBoard makes other columns too narrow for words."""
 MAX_LISTED = 20
-"""Layers with a corrected learning rate that are named."""
+"""The most layers with a corrected learning rate that are listed."""
 
 
 def verdict_markdown(measurement: Measurement) -> str:
-    r"""Return the answer, the root verdicts and the learning rates a correction has multiplied, as Markdown.
+    r"""Return the answer, the root verdicts and the factors of a correction, as Markdown.
 
     Layers that follow from a root are counted in its row.
 
@@ -30,9 +30,9 @@ def verdict_markdown(measurement: Measurement) -> str:
         >>> from spectral_monitor import LayerInfo
         >>> from spectral_monitor.measurement import LayerState
         >>> layers = (LayerInfo("a", "operator", 8, 8, (8, 8)), LayerInfo("b_", "operator", 8, 8, (8, 8)))
-        >>> told = Verdict("b_", "update_natural", 0.4, (0.01, 0.16), 10.0, 40, 5, "lr_too_large", "divide it by 10")
+        >>> root = Verdict("b_", "update_natural", 0.4, (0.01, 0.16), 10.0, 40, 5, "lr_too_large", "divide it by 10")
         >>> states = {"a": LayerState("healthy"), "b_": LayerState("off")}
-        >>> measurement = Measurement(50, layers, {}, {"violations": 1.0}, (told,), states=states)
+        >>> measurement = Measurement(50, layers, {}, {"violations": 1.0}, (root,), states=states)
         >>> answer, table = verdict_markdown(measurement).split("\n\n")
         >>> print(answer)
         **Step 50: 1 of 2 layers off: b\_; 1 healthy**
@@ -41,24 +41,25 @@ def verdict_markdown(measurement: Measurement) -> str:
         |---|---|---|---|---|---|
         | b\_ | update\_natural | 0.4 | 0.01 .. 0.16 | 40 steps | divide it by 10 |
     """
-    first, *more = headlines(measurement)
-    parts = [f"**Step {measurement.step}: {escaped(first)}**", *map(escaped, more)]
+    first, *others = headlines(measurement)
+    parts = [f"**Step {measurement.step}: {escaped(first)}**", *map(escaped, others)]
     if measurement.roots:
         header = ("layer", "quantity", "value", "should be", "for", "likely cause, and what to do")
         parts.append(table(header, (_row(root, measurement) for root in measurement.roots)))
-    changed = _multiplied(measurement)
-    if changed:
-        many = f"{len(changed)} learning rates, the most changed first" if len(changed) > 1 else "one learning rate"
-        parts.append(f"The correction multiplies {many}:")
-        rows = ((escaped(name), short(by)) for name, by in changed[:MAX_LISTED])
+    multipliers = _multipliers(measurement)
+    if multipliers:
+        count = len(multipliers)
+        rates = f"{count} learning rates, the most changed first" if count > 1 else "one learning rate"
+        parts.append(f"The correction multiplies {rates}:")
+        rows = ((escaped(name), short(multiplier)) for name, multiplier in multipliers[:MAX_LISTED])
         parts.append(table(("layer", "multiplied by"), rows))
-    if len(changed) > MAX_LISTED:
-        parts.append(f"... and {len(changed) - MAX_LISTED} more, changed less than these.")
+        if count > MAX_LISTED:
+            parts.append(f"... and {count - MAX_LISTED} more, changed less than these.")
     return "\n\n".join(parts)
 
 
-def questions_markdown(shown: Collection[str]) -> str:
-    r"""Return the questions that some quantities answer, how to read them, and what each quantity is.
+def questions_markdown(quantities: Collection[str]) -> str:
+    r"""Return the questions that some quantities answer, how to read the charts, and the meaning of each quantity.
 
     Example:
         >>> question, reading, rows = questions_markdown(["lr"]).split("\n\n")
@@ -71,7 +72,7 @@ def questions_markdown(shown: Collection[str]) -> str:
     """
     parts = []
     for panel in PANELS:
-        keys = [key for key in panel.quantities if key in shown]
+        keys = [key for key in panel.quantities if key in quantities]
         if keys:
             header = ("quantity", "unit", "what it is", "healthy")
             parts += [f"### {panel.question}", escaped(panel.reading), table(header, map(_quantity_row, keys))]
@@ -80,12 +81,12 @@ def questions_markdown(shown: Collection[str]) -> str:
 
 def _quantity_row(key: str) -> tuple[str, ...]:
     entry = QUANTITIES[key]
-    words = ("<br>".join(map(escaped, wrap(text, LINE))) for text in (entry.meaning, entry.healthy))
-    return escaped(key), escaped(entry.unit), *words
+    cells = ("<br>".join(map(escaped, wrap(text, LINE))) for text in (entry.meaning, entry.healthy))
+    return escaped(key), escaped(entry.unit), *cells
 
 
 def escaped(text: str) -> str:
-    r"""Escape a text so that Markdown shows it as it is, in a table's cell too.
+    r"""Escape a text so that Markdown shows it unchanged, in a table's cell too.
 
     Example:
         >>> print(escaped("blocks.0.w_q|<b>"))
@@ -99,23 +100,23 @@ def escaped(text: str) -> str:
 
 def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
     """Return the cells of a root verdict; a verdict without a quantity has no value."""
-    seen = (root.quantity, short(root.value), root.should_be) if root.quantity else ("", "", "")
-    cells = (some(named_by(root), MAX_NAMES) or "the whole network", *seen, f"{root.steps} steps")
+    values = (root.quantity, short(root.value), root.should_be) if root.quantity else ("", "", "")
+    cells = (joined(named_by(root), MAX_NAMES) or "the whole network", *values, f"{root.steps} steps")
     lines = [*wrap(root.sentence, LINE), *wrap(following(root, measurement), LINE)]
     return *map(escaped, cells), "<br>".join(map(escaped, lines))
 
 
-def _multiplied(measurement: Measurement) -> list[tuple[str, float]]:
-    """Return the layers whose learning rate is multiplied by another factor than 1, and the factor."""
+def _multipliers(measurement: Measurement) -> list[tuple[str, float]]:
+    """Return the layers whose learning-rate multiplier is not 1, with the multiplier, the most changed first."""
     values = measurement.values.get("lr_multiplier")
     if values is None:
         return []
-    named = zip((info.name for info in measurement.layers), values.tolist(), strict=True)
-    changed = [(name, by) for name, by in named if by > 0 and by != 1]
-    return sorted(changed, key=lambda item: -abs(math.log(item[1])))
+    pairs = zip((info.name for info in measurement.layers), values.tolist(), strict=True)
+    changed = [(name, multiplier) for name, multiplier in pairs if multiplier > 0 and multiplier != 1]
+    return sorted(changed, key=lambda pair: -abs(math.log(pair[1])))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown; cells are escaped already."""
-    written = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
-    return "\n".join([written[0], "|---" * len(header) + "|", *written[1:]])
+    first, *others = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([first, "|---" * len(header) + "|", *others])

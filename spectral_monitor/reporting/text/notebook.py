@@ -12,7 +12,7 @@ _COLOURS = {HEALTHY: "#1a7f37", OFF: "#d1242f"}
 
 
 def html_table(table: Table) -> str:
-    """Return a table as HTML without a style sheet, scripts or anything to load.
+    """Return a table as HTML without style sheets, scripts or files to load.
 
     Example:
         >>> from spectral_monitor.reporting.text.lines import Column
@@ -29,8 +29,8 @@ def html_table(table: Table) -> str:
         for row, cells in enumerate(rows):
             off = bool(table.states) and table.states[row] == OFF
             body += "<tr>"
-            for place, (cell, column) in enumerate(zip(cells, table.columns, strict=True)):
-                body += _cell("td", cell, column.text, off and (place == 0 or cell.endswith(ARROWS)))
+            for index, (cell, column) in enumerate(zip(cells, table.columns, strict=True)):
+                body += _cell("td", cell, column.text, off and (index == 0 or cell.endswith(ARROWS)))
             body += "</tr>"
         parts.append(f'<div style="overflow-x: auto"><table><tr>{head}</tr>{body}</table></div>')
     parts += [f'<p style="opacity: 0.7">{escape(line)}</p>' for line in table.foot]

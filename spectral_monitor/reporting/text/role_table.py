@@ -1,4 +1,4 @@
-"""The table of a model before training: its matrices, their roles, and what is not measured and why."""
+"""The table of a model before training: its matrices, their roles, and parameters that are not measured."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from spectral_monitor.layers.inspect_model import PART_OF
 from spectral_monitor.layers.output_layers import BY_PLACE
-from spectral_monitor.messages import some
-from spectral_monitor.reporting.content.families import family_of, folded_names, places_in
+from spectral_monitor.messages import joined
+from spectral_monitor.reporting.content.families import block_numbers, family_of, folded_names
 from spectral_monitor.reporting.content.labels import measured_parts, role_name, unprefixed
 from spectral_monitor.reporting.text.folding import MAX_UNFOLDED_LAYERS
 from spectral_monitor.reporting.text.lines import Table, printable, text_column, unmeasured_lines
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from spectral_monitor.layers import Anatomy, Layer
 
 NOTES = {BY_PLACE: "guessed: the last matrix"}
-"""Notes on layers, in fewer words."""
+"""Note on a layer -> the same in fewer words."""
 MAX_NAMES = 6
-"""Parameters that are not measured for the same reason, of which the names are given."""
+"""The most names in a line on parameters that are not measured for the same reason."""
 
 
 def role_table(anatomy: Anatomy, folded: bool = True, width: int | None = WIDTH) -> str:
-    """Return the table of :func:`role_rows` as plain text of a width; ``None`` for no limit."""
+    """Return the table of :func:`role_rows` as plain text; ``width``: characters of a line, ``None`` for no limit."""
     return role_rows(anatomy, folded).plain(width)
 
 
 def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
-    """Return a row for each matrix; below, what is not measured and why.
+    """Return a table with a row for each matrix; below it, parameters that are not measured, and why.
 
     Args:
-        folded: whether equal places of the blocks share a row, in networks of more than 16 matrices.
-        when: at which steps is measured, in words.
+        folded: whether the layers of a family share a row, in networks of more than 16 matrices.
+        when: the measured steps, in words.
     """
     matrices = [layer for layer in anatomy.layers if layer.is_matrix]
     parts = measured_parts(len(matrices), len(anatomy.layers) - len(matrices))
@@ -63,27 +63,28 @@ def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
 
 
 def _groups(matrices: Sequence[Layer], names: Sequence[str]) -> list[list[int]]:
-    """Return the places of matrices that share a row: the same place of the blocks, and nothing to tell them apart."""
-    found: dict[object, list[int]] = {}
+    """Return the indices of matrices that share a row: a family whose members are described by the same words."""
+    groups: dict[object, list[int]] = {}
     for i, layer in enumerate(matrices):
         info = layer.info
-        alike = (family_of(names[i], alone=names[i]), info.role, info.fan_in, info.fan_out, info.blocks, info.placement)
-        found.setdefault((*alike, layer.note), []).append(i)
-    return list(found.values())
+        family = family_of(names[i], alone=names[i])
+        cells = (family, info.role, info.fan_in, info.fan_out, info.blocks, info.placement, layer.note)
+        groups.setdefault(cells, []).append(i)
+    return list(groups.values())
 
 
 def _label(group: Sequence[str], names: Sequence[str]) -> str:
-    """Return what a row is called: ``h.*.mlp``, or ``net.{2,4}`` where others of the family have rows of their own."""
+    """Return the label of a row: ``h.*.mlp``, or ``net.{2,4}`` if other members of the family have their own rows."""
     if len(group) == 1:
         return group[0]
-    of = family_of(group[0])
-    if sum(family_of(name) == of for name in names) == len(group):
-        return of
-    return of.replace("*", f"{{{places_in(group)}}}", 1)
+    family = family_of(group[0])
+    if sum(family_of(name) == family for name in names) == len(group):
+        return family
+    return family.replace("*", f"{{{block_numbers(group)}}}", 1)
 
 
 def _nodes(anatomy: Anatomy) -> list[str]:
-    """Return the lines on modules of which features only are measured, and why those cannot be had, if they cannot."""
+    """Return the lines on modules of which only features are measured, and why these are missing, if they are."""
     names = [layer.info.name for layer in anatomy.nodes]
     if not names:
         return []
@@ -93,13 +94,12 @@ def _nodes(anatomy: Anatomy) -> list[str]:
 
 def _unmeasured(anatomy: Anatomy) -> list[str]:
     """Return the lines on parameters that have no row, by reason."""
-    parts = [item for item in anatomy.unmeasured if item.reason.startswith(PART_OF)]
-    left = [(item.name, item.reason) for item in anatomy.unmeasured if not item.reason.startswith(PART_OF)]
-    made = _listed([item.name for item in parts])
-    lines = [printable(f"parts of weights that are measured ({len(parts)}): {made}")] if parts else []
-    return lines + unmeasured_lines(left, _listed)
+    parts = [item.name for item in anatomy.unmeasured if item.reason.startswith(PART_OF)]
+    others = [(item.name, item.reason) for item in anatomy.unmeasured if not item.reason.startswith(PART_OF)]
+    lines = [printable(f"parts of weights that are measured ({len(parts)}): {_listed(parts)}")] if parts else []
+    return lines + unmeasured_lines(others, _listed)
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return names for a line, equal places of the blocks together."""
-    return some(folded_names(names), MAX_NAMES)
+    """Return names for a line, the layers of a family together."""
+    return joined(folded_names(names), MAX_NAMES)

@@ -1,4 +1,4 @@
-"""The layers and their roles: a dict to work with, a table to look at."""
+"""The layers and their roles, as a dict that prints as a table."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Roles(dict[str, str]):
-    """Layer -> role, of every measured layer; it prints as a table, and fits the argument ``roles=``.
+    """Layer -> role, for every measured layer; it prints as a table and can be passed as ``roles=``.
 
     Attributes:
-        notes: layer -> what a reader should know, such as why it counts as the readout.
+        notes: layer -> note, such as why it counts as the readout.
         unmeasured: parameter -> why it is not measured.
 
     Example:
@@ -46,7 +46,7 @@ class Roles(dict[str, str]):
 
     @classmethod
     def of(cls, anatomy: Anatomy) -> Roles:
-        """Return those of a model that was taken apart."""
+        """Return the roles in a model."""
         notes = {layer.info.name: layer.note for layer in anatomy.layers}
         return cls(anatomy.infos, notes, {item.name: item.reason for item in anatomy.unmeasured})
 
@@ -56,7 +56,7 @@ class Roles(dict[str, str]):
         raise KeyError(unknown("layer", layer, self))
 
     def table(self) -> Table:
-        """Return a row for every matrix; below, what is not measured and why."""
+        """Return a table with a row for every matrix; below it, parameters that are not measured, and why."""
         from spectral_monitor.reporting.content.labels import measured_parts, role_name
         from spectral_monitor.reporting.text.lines import Table, text_column, unmeasured_lines
         from spectral_monitor.reporting.text.table import fans

@@ -1,4 +1,4 @@
-"""A measurement as rows of text, and those as lines."""
+"""The table of a measurement."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from spectral_monitor.reporting.text.lines import Column, Table, printable, text
 if TYPE_CHECKING:
     from spectral_monitor.condition import Verdict
 
-_LEAST = 12
-"""From here on columns are left out before all of those."""
+_FIRST_SPARE = 12
+"""``Column.spare`` of quantities that usually have no column: they are left out before all others."""
 ARROWS = (" ^", " v")
 """Behind a value that is off: too large, too small."""
 WIDTH = 80
-"""Characters of a line where nothing else is asked for: those of a narrow terminal, and of a page of code."""
+"""Characters of a line by default: those of a narrow terminal, and of a page of code."""
 NOTE = "! "
-"""Before a line on a cause."""
+"""In front of a line on a cause."""
 DOUBTFUL = 0.3
-"""A standard error of features, relative to them, that is worth a word."""
+"""Relative standard error of features from which on the table mentions it."""
 
 
 def measurement_table(measurement: Measurement, folded: bool = True, width: int | None = WIDTH) -> str:
-    """Return the table of :func:`measurement_rows` as plain text of a width; ``None`` for all of its columns."""
+    """Return the table of :func:`measurement_rows` as plain text; ``width``: characters, ``None`` for all columns."""
     return measurement_rows(measurement, folded).plain(width)
 
 
 def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
-    """Return one row per matrix: roots first, below each what follows from it, then the others.
+    """Return a table with a row for each matrix: roots first, each with the layers that follow from it, then others.
 
     Biases and gains are measured too, but have a row only if they have a verdict.
 
@@ -45,77 +45,79 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
         folded: whether layers that follow from a root share a row. In a network of many layers, so do healthy layers
             close to typical, and layers that were not judged for the same reason.
     """
-    ratios, band = vs_typical(measurement), limits(measurement)
-    found = rows(measurement, ratios, folded)
-    infos, single = measurement.layers, [row.places[0] if len(row.places) == 1 else None for row in found]
+    ratios, band, infos = vs_typical(measurement), limits(measurement), measurement.layers
+    layer_rows = rows(measurement, ratios, folded)
     columns = [
-        text_column("layer", [row.label for row in found]),
-        text_column("role", [_shared({role_name(infos[i].role) for i in row.places}) for row in found], spare=6),
-        text_column("in -> out", [_shared({fans(infos[i]) for i in row.places}) for row in found], spare=8),
+        text_column("layer", [row.label for row in layer_rows]),
+        text_column("role", [_shared({role_name(infos[i].role) for i in row.layers}) for row in layer_rows], spare=6),
+        text_column("in -> out", [_shared({fans(infos[i]) for i in row.layers}) for row in layer_rows], spare=8),
     ]
     if "update_natural" in measurement.values:
-        of_rows = [[ratios[i] for i in row.places] for row in found]
-        cells = _with_arrows(list(map(number_range, of_rows)), found, "update_natural")
+        ratios_of_rows = [[ratios[i] for i in row.layers] for row in layer_rows]
+        cells = _with_arrows(list(map(number_range, ratios_of_rows)), layer_rows, "update_natural")
         columns.append(Column(VS_TYPICAL, tuple(cells), legend=legend(measurement)))
-        drawn = tuple(gauge(some, band) for some in of_rows)
-        columns.append(Column(scale(band), drawn, text=True, spare=2, drawn=True))
+        gauges = tuple(gauge(row_ratios, band) for row_ratios in ratios_of_rows)
+        columns.append(Column(scale(band), gauges, text=True, spare=2, drawn=True))
     shown = _columns(measurement)
-    for key, (title, spare, says) in shown.items():
+    for key, (title, spare, explanation) in shown.items():
         values = measurement.values[key].tolist()
-        cells = ["" if i is None else number(values[i]) for i in single]
-        marked = cells if key == "update_natural" else _with_arrows(cells, found, key)
+        cells = [number(values[row.layers[0]]) if len(row.layers) == 1 else "" for row in layer_rows]
+        marked = cells if key == "update_natural" else _with_arrows(cells, layer_rows, key)
         spare = spare if marked == cells else 0
-        columns.append(Column(title, tuple(marked), spare=spare, quantity=key, legend=says))
-    if any(row.verdict and row.verdict.quantity for row in found):
-        should = [v.should_be if (v := row.verdict) and v.quantity else "" for row in found]
-        columns.append(text_column("should be", should, spare=5))
-    if any(row.what for row in found):
-        columns.append(text_column("what", [_what(row, shown) for row in found]))
+        columns.append(Column(title, tuple(marked), spare=spare, quantity=key, legend=explanation))
+    if any(row.verdict and row.verdict.quantity for row in layer_rows):
+        bands = [v.should_be if (v := row.verdict) and v.quantity else "" for row in layer_rows]
+        columns.append(text_column("should be", bands, spare=5))
+    if any(row.remark for row in layer_rows):
+        columns.append(text_column("what", [_remark(row, shown) for row in layer_rows]))
     lines = headlines(measurement)
     title = f"spectral monitor, step {measurement.step}: {lines[0]}"
-    state, states = tally(measurement).state, tuple(row.state for row in found)
+    state, states = tally(measurement).state, tuple(row.state for row in layer_rows)
     notes = (*lines[1:], *(f"{NOTE}{printable(line)}" for line in root_lines(measurement)))
     foot = tuple(filter(None, (summary_line(measurement),)))
     return Table(title, tuple(columns), foot, state, states, notes)
 
 
-def _with_arrows(cells: list[str], found: Sequence[Row], key: str) -> list[str]:
-    """Return the cells of a quantity, with an arrow where it gave a layer away, and room behind the others then."""
-    arrows = [_arrow(row.verdict, key) for row in found]
+def _with_arrows(cells: list[str], layer_rows: Sequence[Row], key: str) -> list[str]:
+    """Return the cells of a quantity, with an arrow where a verdict is on it, and then spaces behind the others."""
+    arrows = [_arrow(row.verdict, key) for row in layer_rows]
     marked = [f"{cell}{arrow}" for cell, arrow in zip(cells, arrows, strict=True)]
     return marked if any(arrow.strip() for arrow in arrows) else cells
 
 
 def _columns(measurement: Measurement) -> dict[str, tuple[str, int, str]]:
-    """Return the usual ones that were measured; where none was, those that were, the first of which always stays."""
+    """Return quantity -> title, spare and legend of its column, for the usual quantities that were measured.
+
+    If none was, all that were measured have a column, and the first of them is never left out.
+    """
     columns = {key: quantity.column for key, quantity in QUANTITIES.items() if key in measurement.values}
-    usual = {key: (c.title, c.spare, c.legend) for key, c in columns.items() if c is not None}
-    return usual or {key: (key, _LEAST + k if k else 0, "") for k, key in enumerate(measurement.values)}
+    texts = {key: (column.title, column.spare, column.legend) for key, column in columns.items() if column is not None}
+    return texts or {key: (key, _FIRST_SPARE + k if k else 0, "") for k, key in enumerate(measurement.values)}
 
 
 def _arrow(verdict: Verdict | None, key: str) -> str:
-    """Return the mark behind a value: too large, too small, or room for one."""
+    """Return the arrow behind a value: too large, too small, or spaces."""
     if verdict is None or verdict.quantity != key or math.isnan(verdict.ratio):
         return "  "
     return ARROWS[not verdict.ratio > 1]
 
 
-def _what(row: Row, shown: Container[str]) -> str:
-    """Return what a row says, after the value that gave the layer away if it is not among the quantities shown."""
+def _remark(row: Row, shown: Container[str]) -> str:
+    """Return the remark on a row, after the value of its verdict if that quantity is not shown."""
     verdict = row.verdict
     if verdict is None or not verdict.quantity or verdict.quantity in shown:
-        return row.what
-    return f"{verdict.quantity} {number(verdict.value)}: {row.what}"
+        return row.remark
+    return f"{verdict.quantity} {number(verdict.value)}: {row.remark}"
 
 
 def _shared(cells: set[str]) -> str:
-    """Return the cell that all layers of a row share; nothing if they differ."""
+    """Return the cell that all layers of a row share; empty if they differ."""
     return next(iter(cells)) if len(cells) == 1 else ""
 
 
 def fans(info: LayerInfo) -> str:
-    """Return what a layer maps: inputs to outputs, rows of a table to outputs, and how many such blocks are stacked in
-    it; empty for a node.
+    """Return the inputs and outputs of a layer, rows and outputs of an embedding, and the number of stacked blocks;
+    empty for a node.
     """
     if info.role == NODE:
         return ""
@@ -125,24 +127,23 @@ def fans(info: LayerInfo) -> str:
 
 
 def summary_line(measurement: Measurement) -> str:
-    """Return the numbers of the whole network on one line, three spaces apart."""
-    s = {key: value for key, value in measurement.summary.items() if math.isfinite(value)}
+    """Return the values of the whole network on one line, three spaces between them."""
+    summary = {key: value for key, value in measurement.summary.items() if math.isfinite(value)}
     parts = []
-    if "final_layer_alignment" in s:
-        parts.append(f"output alignment {number(s['final_layer_alignment'])}")
-    if "loss_change_predicted" in s:
-        predicted = number(s["loss_change_predicted"])
-        if "loss_change" in s:
-            parts.append(f"loss change {number(s['loss_change'])} (predicted {predicted})")
+    if "final_layer_alignment" in summary:
+        parts.append(f"output alignment {number(summary['final_layer_alignment'])}")
+    if "loss_change_predicted" in summary:
+        predicted = number(summary["loss_change_predicted"])
+        if "loss_change" in summary:
+            parts.append(f"loss change {number(summary['loss_change'])} (predicted {predicted})")
         else:
             parts.append(f"predicted loss change {predicted}")
-    if s.get("feature_error", 0.0) > DOUBTFUL:
-        parts.append(f"dh/h of few samples, off by up to {100 * s['feature_error']:.0f} %")
-    if s.get("skipped_updates"):
-        steps = f"{s['skipped_updates']:.0f} measured step{'s' * (s['skipped_updates'] != 1)}"
-        parts.append(f"{steps} with NaN, inf or no update")
-    if "overhead_ms" in s:
-        parts.append(f"took {s['overhead_ms']:.0f} ms")
+    if summary.get("feature_error", 0.0) > DOUBTFUL:
+        parts.append(f"dh/h of few samples, off by up to {100 * summary['feature_error']:.0f} %")
+    if skipped := summary.get("skipped_updates"):
+        parts.append(f"{skipped:.0f} measured step{'s' * (skipped != 1)} with NaN, inf or no update")
+    if "overhead_ms" in summary:
+        parts.append(f"took {summary['overhead_ms']:.0f} ms")
     return "   ".join(parts)
 
 
@@ -169,6 +170,6 @@ def number_range(ratios: Sequence[float]) -> str:
         >>> number_range([0.5, math.nan, 2.0]), number_range([0.5]), number_range([math.nan, math.nan])
         ('0.50 .. 2.00', '0.50', '-')
     """
-    known = [ratio for ratio in ratios if not math.isnan(ratio)]
-    low, high = (number(min(known)), number(max(known))) if known else ("-", "-")
+    numbers = [ratio for ratio in ratios if not math.isnan(ratio)] or [math.nan]
+    low, high = number(min(numbers)), number(max(numbers))
     return low if low == high else f"{low} .. {high}"

@@ -19,41 +19,41 @@ from spectral_monitor.reporting.heatmap import heatmap
 
 CHARTS, PICTURES, VERDICTS = "spectral/charts", "spectral/heatmaps", "spectral/verdicts"
 MAX_LINES = 16
-"""In a chart; of more layers the families are shown."""
+"""The most lines in a chart; if there are more layers, families have the lines."""
 DIGITS = 6
-"""Of a point of a line."""
+"""Significant digits of a point."""
 COLUMNS = (
     *("step", "layer", "quantity", "value", "low", "high", VS_TYPICAL, "for steps", "cause", "what to do"),
     *("same cause", "disturbs"),
 )
 
 
-def charts(history: History, asked: Sequence[str] = ()) -> dict[str, Any]:
-    """Return key -> a chart of lines over steps, for each question with an answer and each quantity asked for."""
+def charts(history: History, requested: Sequence[str] = ()) -> dict[str, Any]:
+    """Return key -> a chart of lines over steps, one for each question with an answer and each requested quantity."""
     import wandb
 
-    found = {}
+    line_charts = {}
     for panel in PANELS:
         rows = shown(panel, history.layers)
         answered = panel.question == questions.CORRECTION and not _corrected(history)
         for quantity in panel.quantities:
-            drawn = {} if answered and quantity not in asked else lines(history, quantity, rows)
-            answered = answered or bool(drawn)
+            points_of = {} if answered and quantity not in requested else lines(history, quantity, rows)
+            answered = answered or bool(points_of)
             linear = QUANTITIES[quantity].signed or QUANTITIES[quantity].unit == "share"
-            if not linear:  # the axis of W&B's charts is linear: one layer at 100 would flatten all
-                drawn = _logarithms(drawn)
-            if drawn:
-                found[f"{CHARTS}/{quantity}"] = wandb.plot.line_series(
-                    xs=[[step for step, _ in points] for points in drawn.values()],
-                    ys=[[value for _, value in points] for points in drawn.values()],
-                    keys=list(drawn),
-                    title=f"{panel.question} ({_about(quantity, linear)})",
+            if not linear:  # the axes of W&B's charts are linear: a layer at 100 would flatten all others
+                points_of = _logarithms(points_of)
+            if points_of:
+                line_charts[f"{CHARTS}/{quantity}"] = wandb.plot.line_series(
+                    xs=[[step for step, _ in points] for points in points_of.values()],
+                    ys=[[value for _, value in points] for points in points_of.values()],
+                    keys=list(points_of),
+                    title=f"{panel.question} ({_described(quantity, linear)})",
                     xname="optimizer step",
                 )
-    return found
+    return line_charts
 
 
-def _about(quantity: str, linear: bool) -> str:
+def _described(quantity: str, linear: bool) -> str:
     """Return a quantity with its unit, its scale and its band."""
     entry = QUANTITIES[quantity]
     scale, healthy = "" if linear else ", log10", f", healthy {entry.limits}" if entry.limits else ""
@@ -61,15 +61,14 @@ def _about(quantity: str, linear: bool) -> str:
 
 
 def pictures(history: History) -> dict[str, Any]:
-    """Return key -> a picture of layer by step; none without matplotlib."""
+    """Return key -> a picture of layer by step; empty without matplotlib."""
     import wandb
 
     readings = {quantity: panel.reading for panel in PANELS for quantity in panel.quantities}
-    drawn = {quantity: heatmap(history, quantity) for quantity in pictured()}
     return {
         f"{PICTURES}/{quantity}": wandb.Image(pixels, caption=readings[quantity])
-        for quantity, pixels in drawn.items()
-        if pixels is not None
+        for quantity in pictured()
+        if (pixels := heatmap(history, quantity)) is not None
     }
 
 
@@ -96,10 +95,10 @@ def _corrected(history: History) -> bool:
 
 
 def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
-    """Return the lines of a quantity at some places of layers: name of a line -> its points, step and value.
+    """Return the lines of a quantity for some layers, given by their indices: name -> points, as (step, value).
 
-    A line for each layer if they are few. Of many, a line for each family: the geometric mean of its layers, or the
-    mean of quantities that may be below 0. Each layer that a root verdict names now has a line too, the worst first.
+    Few layers have a line each. Of many layers each family has a line: the geometric mean of its members, or the mean
+    if the quantity can be negative. Each layer that a root verdict names now has a line too, the worst first.
 
     Example:
         >>> import torch
@@ -112,36 +111,32 @@ def lines(history: History, quantity: str, rows: Sequence[int]) -> dict[str, lis
         >>> lines(history, "update_natural", range(20))
         {'net.* (mean of 20)': [(50, 0.2)]}
     """
-    drawn_of = history.of(quantity)
-    values, names = drawn_of.values(quantity), [info.name for info in history.layers]
+    thinned = history.of(quantity)
+    values, names = thinned.values(quantity), [info.name for info in history.layers]
     measured = [i for i in rows if values[i].isfinite().any()]
-    alone = measured
-    drawn = {}
+    singles = measured
+    columns = {}
     if len(measured) > MAX_LINES:
-        outside = off(history.measurements[-1])
-        alone = sorted((i for i in measured if names[i] in outside), key=lambda i: outside.index(names[i]))[:MAX_LINES]
-        for family, places in list(families_of([names[i] for i in measured]).items())[:MAX_LINES]:
-            line = _mean(values[[measured[k] for k in places]], QUANTITIES[quantity].signed)
-            drawn[f"{family} (mean of {len(places)})"] = line
-    drawn |= {names[i]: values[i] for i in alone}
-    points = {name: _points(drawn_of.steps, line) for name, line in drawn.items()}
-    return {name: line for name, line in points.items() if line}
+        off_layers = off(history.measurements[-1])
+        singles = sorted((i for i in measured if names[i] in off_layers), key=lambda i: off_layers.index(names[i]))
+        for family, members in list(families_of([names[i] for i in measured]).items())[:MAX_LINES]:
+            rows_of_family = values[[measured[k] for k in members]]
+            mean = rows_of_family.nanmean(0) if QUANTITIES[quantity].signed else rows_of_family.log().nanmean(0).exp()
+            columns[f"{family} (mean of {len(members)})"] = mean
+    columns |= {names[i]: values[i] for i in singles[:MAX_LINES]}
+    points_of = {name: _points(thinned.steps, column) for name, column in columns.items()}
+    return {name: points for name, points in points_of.items() if points}
 
 
-def _logarithms(drawn: dict[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
-    """Return lines of logarithms to base 10, of what is above 0."""
-    found = {
+def _logarithms(points_of: dict[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
+    """Return the lines with logarithms to base 10 of their positive values."""
+    logs_of = {
         name: [(step, float(f"{math.log10(value):.{DIGITS}g}")) for step, value in points if value > 0]
-        for name, points in drawn.items()
+        for name, points in points_of.items()
     }
-    return {name: points for name, points in found.items() if points}
+    return {name: points for name, points in logs_of.items() if points}
 
 
-def _mean(values: Tensor, signed: bool) -> Tensor:
-    """Return the mean over the layers that have a value, step by step; (layers, steps) -> (steps,)."""
-    return values.nanmean(0) if signed else values.log().nanmean(0).exp()
-
-
-def _points(steps: Sequence[int], line: Tensor) -> list[tuple[int, float]]:
-    pairs = zip(steps, line.tolist(), strict=True)
+def _points(steps: Sequence[int], values: Tensor) -> list[tuple[int, float]]:
+    pairs = zip(steps, values.tolist(), strict=True)
     return [(step, float(f"{value:.{DIGITS}g}")) for step, value in pairs if math.isfinite(value)]

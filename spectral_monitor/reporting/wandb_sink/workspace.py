@@ -1,4 +1,4 @@
-"""A workspace for Weights & Biases: the questions as sections, with the numbers that every network has."""
+"""A workspace for Weights & Biases: a section for each question, with the numbers that every network has."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from spectral_monitor.reporting.wandb_sink.sink import AXIS, PAGE
 def wandb_workspace(entity: str, project: str, name: str = "spectral monitor") -> str:
     """Save a workspace in a project of Weights & Biases, and return its address.
 
-    A section for each question has line plots of what all runs have in common, so that runs of different networks lie
-    over each other. Axes are logarithmic where values are positive. Needs ``pip install wandb-workspaces``.
+    A section for each question has line plots of the numbers that all runs have, so that different networks can be
+    compared. Axes are logarithmic if values are positive. Needs ``pip install wandb-workspaces``.
 
     Args:
         entity: a user or a team.
@@ -36,27 +36,24 @@ def wandb_workspace(entity: str, project: str, name: str = "spectral monitor") -
 
 
 def sections() -> list[Any]:
-    """Return the sections of a workspace, the first of which is open; none of what is measured by name only."""
+    """Return the sections of a workspace, the first one open; questions that users must request have none."""
     import wandb_workspaces.workspaces as workspaces
 
-    found: list[Any] = []
-    for panel in (panel for panel in PANELS if not panel.by_name):
-        plots = [*_plots(panel)]
-        if plots:
-            found.append(workspaces.Section(name=panel.question, panels=plots, is_open=not found))
-    return found
+    plots = {panel.question: [*_plots(panel)] for panel in PANELS if not panel.by_name}
+    questions = [question for question in plots if plots[question]]
+    return [workspaces.Section(name=name, panels=plots[name], is_open=name == questions[0]) for name in questions]
 
 
 def _plots(panel: Panel) -> Iterator[Any]:
-    """Yield a plot for each quantity and each number of the whole network that answers a question."""
+    """Yield a plot for each quantity and each value of the whole network that answers a question."""
     import wandb_workspaces.reports.v2 as reports  # type: ignore[import-not-found,unused-ignore]
 
     for quantity in panel.quantities:
         for key in (log2_of(quantity), quantity):
-            shown = [f"{PREFIX}_{name}" for name in OVERLAID if name.startswith(f"{key}/")]
-            if shown:
+            names = [f"{PREFIX}_{name}" for name in OVERLAID if name.startswith(f"{key}/")]
+            if names:
                 logarithmic = LOG2 not in key and not QUANTITIES[quantity].signed
-                yield reports.LinePlot(title=group(key), x=AXIS, y=shown, log_y=logarithmic)
+                yield reports.LinePlot(title=group(key), x=AXIS, y=names, log_y=logarithmic)
     for key in (key for key in panel.summaries if key in SUMMARIES):
         yield reports.LinePlot(title=key.replace("_", " "), x=AXIS, y=[f"{PREFIX}/summary/{key}"])
     if panel is PANELS[0]:
