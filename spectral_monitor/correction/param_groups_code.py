@@ -1,4 +1,4 @@
-"""Corrected learning rates as Python code, to be taken over without the correction."""
+"""Corrected learning rates as Python code, for training without the correction."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from spectral_monitor.correction.peak_rates import NAMES
 
 _OWN = frozenset({"params", "lr", "name", "param_names", "parameter_names", *NAMES, "min_lr"})
-"""Options of a group that are not taken over: what is written again, and what schedules note."""
+"""Options of a group that are not copied: those written separately, and notes of schedules."""
 _CYCLED = frozenset({"momentum", "betas", "max_momentum", "base_momentum"})
-"""What schedules that name a ``max_momentum`` note, or move up and down."""
+"""Options that schedules with a ``max_momentum`` note, or move up and down."""
 
 BEGIN = """\
 # Training from scratch, begin at a tenth of these rates, about as the correction did.
@@ -37,8 +37,8 @@ def param_groups_code(
 
     Args:
         names: of the parameters.
-        optimizers: those there are; options in which a group differs from its optimizer's defaults are taken over.
-        rates: parameter -> learning rate, at the peak of the schedule; others keep that of their group.
+        optimizers: of the run; options in which a group differs from its optimizer's defaults are copied.
+        rates: parameter -> learning rate at the peak of the schedule; other parameters keep that of their group.
 
     Example:
         >>> import torch
@@ -65,24 +65,24 @@ def param_groups_code(
         #     for group, rate in zip(optimizer.param_groups, rates):
         #         group["lr"] = rate
     """
-    known = {parameter: name for name, parameter in names}
+    name_of = {parameter: name for name, parameter in names}
     imported, lines = {"torch": "import torch"}, ["named = dict(self.named_parameters())"]
     for number, optimizer in enumerate(optimizers):
         suffix = f"_{number}" if len(optimizers) > 1 else ""
         kind = _class(type(optimizer), imported, suffix)
         lines += [f"groups{suffix} = ["]
         for group in optimizer.param_groups:
-            left = _OWN | _CYCLED if "max_momentum" in group else _OWN
-            own = {k: value for k, value in group.items() if k not in left and optimizer.defaults.get(k) != value}
+            left_out = _OWN | _CYCLED if "max_momentum" in group else _OWN
+            own = {k: value for k, value in group.items() if k not in left_out and optimizer.defaults.get(k) != value}
             for rate, members in _by_rate(group["params"], rates, float(group["lr"])).items():
-                options = {"params": [known.get(p, "?") for p in members], "lr": float(f"{rate:.4g}"), **own}
+                options = {"params": [name_of.get(p, "?") for p in members], "lr": float(f"{rate:.4g}"), **own}
                 cells = ", ".join(f'"{key}": {_code(value)}' for key, value in options.items())
                 lines.append(f"    {{{cells}}},")
         lines += [
             "]",
             f"optimizer{suffix} = {kind}(",
             f'    [{{**group, "params": [named[name] for name in group["params"]]}} for group in groups{suffix}],',
-            *(f"    {key}={_code(value)}," for key, value in _given(optimizer).items()),
+            *(f"    {key}={_code(value)}," for key, value in _arguments(optimizer).items()),
             ")",
         ]
     if any("max_lr" in group for optimizer in optimizers for group in optimizer.param_groups):
@@ -91,9 +91,9 @@ def param_groups_code(
 
 
 def _class(kind: type[Optimizer], imported: dict[str, str], suffix: str) -> str:
-    """Return what a class is called in the code, and note what has to be imported for that: name -> import.
+    """Return the name of a class in the code, and add the import that it needs to ``imported``: name -> import.
 
-    A class of the script that runs, or of a function, cannot be imported: it is called as it is there.
+    A class of the running script, or of a function, cannot be imported: it keeps its plain name.
     """
     if getattr(torch.optim, kind.__name__, None) is kind:
         return f"torch.optim.{kind.__name__}"
@@ -108,18 +108,18 @@ def _class(kind: type[Optimizer], imported: dict[str, str], suffix: str) -> str:
 
 
 def _by_rate(
-    parameters: Sequence[nn.Parameter], rates: Mapping[nn.Parameter, float], own: float
+    parameters: Sequence[nn.Parameter], rates: Mapping[nn.Parameter, float], group_rate: float
 ) -> dict[float, list[nn.Parameter]]:
-    found: dict[float, list[nn.Parameter]] = {}
+    members: dict[float, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(rates.get(parameter, own), []).append(parameter)
-    return found
+        members.setdefault(rates.get(parameter, group_rate), []).append(parameter)
+    return members
 
 
-def _given(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the arguments that an optimizer was given and its class does not have by itself."""
-    usual = {name: each.default for name, each in signature(type(optimizer)).parameters.items() if name != "lr"}
-    return {key: value for key, value in optimizer.defaults.items() if key in usual and usual[key] != value}
+def _arguments(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the arguments of an optimizer that differ from the defaults of its class."""
+    defaults = {name: each.default for name, each in signature(type(optimizer)).parameters.items() if name != "lr"}
+    return {key: value for key, value in optimizer.defaults.items() if key in defaults and defaults[key] != value}
 
 
 def _code(value: Any) -> str:

@@ -20,7 +20,7 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 class LRCorrection:
     """Settings of a learning-rate correction.
 
-    Every policy wants something of each layer's update, and multiplies the layer's learning rate until it has it:
+    Every policy wants a size of each layer's update, and multiplies the layer's learning rate until it has that size:
 
     * ``"target"``: every layer's ``update_natural`` equal to ``size`` at the peak of the schedule, times a share that
       depends on the layer's kind and the optimizer's alone. The best size does not depend on the width.
@@ -70,8 +70,8 @@ class LRCorrection:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            whole = isinstance(self.policy, LRCorrection)  # SpectralMonitor and SpectralProbe take one
-            hint = "; give its arguments themselves, as in SpectralLRCorrector(size=1/16)" if whole else ""
+            is_correction = isinstance(self.policy, LRCorrection)  # which SpectralMonitor and SpectralProbe take
+            hint = "; give its arguments themselves, as in SpectralLRCorrector(size=1/16)" if is_correction else ""
             raise ValueError(f"unknown policy {self.policy!r}; valid policies: {', '.join(POLICIES)}{hint}")
         if (self.reference is not None) != (self.policy == "reference"):
             raise ValueError(
@@ -114,7 +114,7 @@ class LRCorrection:
 def with_loss(
     replay_samples: int | Literal["auto"] | None, correction: LRCorrection | None
 ) -> int | Literal["auto"] | None:
-    """Return how many samples run again: all of them if the correction needs the loss.
+    """Return the number of samples in the replay: all of them (``None``) if the correction needs the loss.
 
     Raises:
         ValueError: fewer were asked for.
