@@ -47,7 +47,7 @@ VAGUE_WORDS = {
     "heed",
 }
 """Words that no name contains."""
-PUBLIC_NAMES = {("probe.py", "again")}
+PUBLIC_NAMES = {("probe.py", "again"), ("prediction.py", "places")}
 """Names of the public interface that stay: file, name."""
 BANNED_PATTERN = re.compile(r"\b(" + "|".join(BANNED) + r")\b", re.IGNORECASE)
 SPLIT_PATTERN = re.compile(r"\b(puts?) ((?:\w+ ){1,3})right\b(?! (?:of|up|at|on|in|below|above))", re.IGNORECASE)
