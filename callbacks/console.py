@@ -44,7 +44,7 @@ def every(steps: object) -> str:
     return f"at steps {steps}" if isinstance(steps, str) else ""
 
 
-def shortest(folder: Path) -> str:
+def shortest_path(folder: Path) -> str:
     """Return the relative path of a folder, or the full path if that is shorter."""
     try:
         relative = os.path.relpath(folder)
@@ -57,7 +57,7 @@ class ConsoleReport:
     """Text about a fit: the roles of layers, the last table, and the cost of measuring.
 
     Args:
-        verbose: 0 for no text; 1 for tables in which equal places of the blocks share a row; 2 for whole ones.
+        verbose: 0 for no text; 1 for tables in which a layer of every block shares one row; 2 for a row per matrix.
         steps: schedule of measurements.
     """
 
@@ -67,7 +67,7 @@ class ConsoleReport:
 
     def begin(self) -> None:
         """Start the clock when training begins."""
-        self._began, self._spent = perf_counter(), 0.0
+        self._started, self._spent = perf_counter(), 0.0
 
     def spend(self, seconds: float) -> None:
         """Add to the time spent on measuring."""
@@ -78,7 +78,7 @@ class ConsoleReport:
         if self._verbose:
             tell(trainer, text)
 
-    def found(self, anatomy: Anatomy) -> None:
+    def show_roles(self, anatomy: Anatomy) -> None:
         """Print the table of layers and their roles."""
         if self._verbose:
             show(rendered(role_rows(anatomy, folded=self._verbose < 2, when=every(self._steps))))
@@ -100,9 +100,9 @@ class ConsoleReport:
             )
             return
         show(rendered(measurement_rows(latest, folded=self._verbose < 2)))
-        share = self._spent / max(perf_counter() - self._began, 1e-9)
+        share = self._spent / max(perf_counter() - self._started, 1e-9)
         ended = f"; the last of {steps} steps that was measured is step {latest.step}" if steps > latest.step else ""
         self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time{ended}")
         if folder is not None:
-            command = f"spectral-monitor report {shortest(folder)}"
+            command = f"spectral-monitor report {shortest_path(folder)}"
             self.tell(trainer, f"spectral monitor: the whole run as a page\n  {command}")
