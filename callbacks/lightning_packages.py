@@ -38,7 +38,8 @@ def is_instance(value: object, *names: str) -> bool:
     Raises:
         AttributeError: an imported package has no such class.
     """
-    return isinstance(value, tuple(_class(package, name) for package in imported() for name in names))
+    classes: list[Any] = [reduce(getattr, name.split("."), package) for package in imported() for name in names]
+    return isinstance(value, tuple(classes))
 
 
 def package_of(trainer: pl.Trainer) -> ModuleType:
@@ -60,10 +61,6 @@ def _installed() -> ModuleType:
         return import_module(first)
     except ModuleNotFoundError:
         return import_module(second)
-
-
-def _class(package: ModuleType, name: str) -> Any:
-    return reduce(getattr, name.split("."), package)
 
 
 def _bases() -> tuple[type, ...]:

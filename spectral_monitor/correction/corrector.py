@@ -38,11 +38,10 @@ RISE = 2.0
 STEADY = frozenset({"adam", "muon"})
 """Families of optimizers whose updates do not grow with the gradient."""
 SETTLED = 32
-"""Under them policy "target" sets a layer's multiplier within so many steps after the first reading, then keeps it.
+"""Under these policy "target" sets a layer's multiplier within so many steps after the first reading, then keeps it.
 
-Later the same learning rate makes smaller updates, for gradients of different batches agree less and less. That is how
-training calms down: a correction would raise the learning rate while there is less to learn. Under other optimizers,
-whose updates grow with the gradient, multipliers follow all the time.
+Later the same learning rate makes smaller updates, for gradients of different batches agree less and less. To correct
+that would be to raise the learning rate while there is less to learn.
 """
 DEADBAND = 1.02
 """A multiplier that would change by a smaller factor stays as it is."""
@@ -145,10 +144,10 @@ class Corrector:
             return ""
         groups = self._groups()
         corrected = {p for layer in self._layers for p in layer.sources} | self._unmeasured
+        left_out = {p for group in groups for p in group["params"]} - corrected
         meaning = self._peaks.meaning(groups, self.wanted.size, self.wanted.sizes)
-        like_others = "are not measured and take the usual rate of the others"
-        meaning += share_of(groups, self._unmeasured.__contains__, like_others)
-        return meaning + share_of(groups, lambda p: p not in corrected, "are left out and keep their learning rates")
+        meaning += share_of(groups, self._unmeasured, "are not measured and take the usual rate of the others")
+        return meaning + share_of(groups, left_out, "are left out and keep their learning rates")
 
     @property
     def unreached(self) -> str:
@@ -183,10 +182,8 @@ class Corrector:
         return {i: rate * factors.get(self._layers[i].sources[0], 1.0) for i, rate in self._by_member()}
 
     def _group_factors(self) -> dict[nn.Parameter, float]:
-        factors: dict[nn.Parameter, float] = {}
-        for group in self._groups():
-            factors |= dict.fromkeys(group["params"], self._group_factor(group))
-        return factors
+        pairs = [(group["params"], self._group_factor(group)) for group in self._groups()]
+        return {p: factor for parameters, factor in pairs for p in parameters}
 
     def code(self, names: Iterable[tuple[str, nn.Parameter]]) -> str:
         """Return Python code that makes the optimizers with the corrected learning rates, as they are at the peak.

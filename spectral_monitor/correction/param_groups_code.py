@@ -74,8 +74,11 @@ def param_groups_code(
         for group in optimizer.param_groups:
             left_out = _OWN | _CYCLED if "max_momentum" in group else _OWN
             own = {k: value for k, value in group.items() if k not in left_out and optimizer.defaults.get(k) != value}
-            for rate, members in _by_rate(group["params"], rates, float(group["lr"])).items():
-                options = {"params": [name_of.get(p, "?") for p in members], "lr": float(f"{rate:.4g}"), **own}
+            members: dict[float, list[str]] = {}  # learning rate -> names of its parameters
+            for parameter in group["params"]:
+                members.setdefault(rates.get(parameter, float(group["lr"])), []).append(name_of.get(parameter, "?"))
+            for rate, parameter_names in members.items():
+                options = {"params": parameter_names, "lr": float(f"{rate:.4g}"), **own}
                 cells = ", ".join(f'"{key}": {_code(value)}' for key, value in options.items())
                 lines.append(f"    {{{cells}}},")
         lines += [
@@ -105,15 +108,6 @@ def _class(kind: type[Optimizer], imported: dict[str, str], suffix: str) -> str:
         line, outer = f"{line} as {outer}{suffix}", f"{outer}{suffix}"
         imported[outer] = line
     return ".".join([outer, *inner])
-
-
-def _by_rate(
-    parameters: Sequence[nn.Parameter], rates: Mapping[nn.Parameter, float], group_rate: float
-) -> dict[float, list[nn.Parameter]]:
-    members: dict[float, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        members.setdefault(rates.get(parameter, group_rate), []).append(parameter)
-    return members
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:

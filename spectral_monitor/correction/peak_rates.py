@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -132,16 +132,13 @@ class Peaks:
             self._peaks.update({p: Peak(*state) for p in parameters})
 
 
-def share_of(groups: Iterable[Mapping[str, Any]], belongs: Callable[[nn.Parameter], bool], predicate: str) -> str:
-    """Return, as the end of a sentence, how many parameters are of a kind; empty if none is.
+def share_of(groups: Iterable[Mapping[str, Any]], parameters: Collection[nn.Parameter], predicate: str) -> str:
+    """Return, as the end of a sentence, how many trained parameters are among the given ones; empty if none is.
 
-    Args:
-        groups: of the optimizers.
-        belongs: whether a parameter is of that kind.
-        predicate: the end of the sentence, such as "are left out".
+    ``predicate``: the end of the sentence, such as "are left out".
     """
     trained = [p for group in groups for p in group["params"] if p.requires_grad]
-    members = list(filter(belongs, trained))
+    members = [p for p in trained if p in parameters]
     if not members:
         return ""
     part = _entries(members) / max(_entries(trained), 1)

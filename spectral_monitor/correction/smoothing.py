@@ -18,8 +18,7 @@ MAX_BELOW, MAX_ABOVE = 0.35, 0.5
 one. They are logarithms: factors of 0.7 and 1.65.
 
 In networks without normalization gradients may fall to a hundredth at one step and grow a hundredfold at the next. A
-mean of logarithms follows the small ones, so that later steps are far too long: recommenders and residual networks
-without normalization were lost under SGD.
+mean of logarithms follows the small ones, and later steps are far too long (docs/adr/0006).
 """
 
 LONGEST = 1.4
@@ -37,8 +36,8 @@ EDGES = 3
 """Steps become shorter or longer by the mean of so many of the latest edges.
 
 With little noise edges swing about 1, for momentum carries steps past the lowest point and back, and the loss still
-falls. A median, or the largest, would shorten these steps. That only makes the loss steeper (Cohen and others, 2021),
-and steps are shortened again, until nothing is learnt. Steps that are really too long have edges of 2 each time.
+falls. A median, or the largest, would shorten these steps again and again (docs/adr/0012). Steps that are really too
+long have edges of 2 each time.
 """
 RISE = 2**0.125
 """The largest factor by which steps become longer at a time."""

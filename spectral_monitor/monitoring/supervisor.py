@@ -18,7 +18,7 @@ from spectral_monitor.condition.optimizers.forgotten import Forgotten
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.plans import Plan
 from spectral_monitor.condition.optimizers.recipe import describe
-from spectral_monitor.correction import Corrector, LRCorrection, looks_drawn, rescale, starting_norm
+from spectral_monitor.correction import Corrector, LRCorrection
 from spectral_monitor.engine import CLEARED, START, STEP_LOSS, TURN, Engine
 from spectral_monitor.engine.results.loss import UPHILL
 from spectral_monitor.layers.inspect_model import LEFT_OUT
@@ -26,6 +26,7 @@ from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.monitoring.correction_report import CorrectionReport, limits_reached
 from spectral_monitor.monitoring.settings import Mode
+from spectral_monitor.parametrization.init import looks_drawn, rescale, starting_norm
 from spectral_monitor.reporting.content.headline import announcement
 
 BEGINNING = frozenset({"weight_natural", "drift_ratio"})
@@ -115,7 +116,9 @@ class Supervisor:
         """
         if self._corrector is not None:
             self._corrector.see_groups()
-        keys, budget = self._scheduled(step), self._engine.budget
+        keys, budget = self._wanted(step), self._engine.budget
+        if step == self._first_measured_step:
+            keys |= BEGINNING & set(self._engine.settings.keys)
         if budget is not None:
             budget.begin(step)
             keys = budget.granted(step, keys)
@@ -125,7 +128,7 @@ class Supervisor:
             self._report.measures_loss = STEP_LOSS in keys
         if keys:
             self._latest_keys = keys - {STEP_LOSS}
-        elif self._awaits_turn(step):
+        elif self._engine.turns.awaited and (budget is None or budget.affords(step)):  # no step in the last due one
             keys = self._latest_keys | {TURN}
         if keys and self._corrector is not None:
             self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
@@ -133,16 +136,6 @@ class Supervisor:
             keys |= {CLEARED}
         # Later steps would mistake weights that training has changed for the start.
         return keys | {START} if self._engine.start_due else keys
-
-    def _awaits_turn(self, step: int) -> bool:
-        """Return whether to watch a step that is not due, for an optimizer that did not step in the last due one."""
-        budget = self._engine.budget
-        return bool(self._engine.turns.awaited) and (budget is None or budget.affords(step))
-
-    def _scheduled(self, step: int) -> frozenset[str]:
-        """Return the scheduled quantities, and at the first measured step those of :data:`BEGINNING` too."""
-        early = BEGINNING & set(self._engine.settings.keys) if step == self._first_measured_step else frozenset()
-        return self._wanted(step) | early
 
     @cached_property
     def _first_measured_step(self) -> int:

@@ -101,15 +101,13 @@ class NormalizedUpdates(Optimizer):
                 lr = rates[p]
                 if p in self._follows:  # without an update of its leader it moves like any embedding
                     lr *= rows.get(self._follows[p], 1.0)
-                update = self._sized(self._layers[p], p - before[p], lr)
+                layer, update = self._layers[p], p - before[p]
+                factors = [lr / size if 0 < size < math.inf else 1.0 for size in self._sizes(layer, update)]
+                update = update * by_entry(layer, update, factors)
                 p.copy_(before[p] + update)
                 if p in self._tables and 0 < (largest := largest_row(self._tables[p], update)) < math.inf:
                     rows[p] = largest / lr
         return loss
-
-    def _sized(self, layer: Layer, update: Tensor, lr: float) -> Tensor:
-        sizes = self._sizes(layer, update)
-        return update * by_entry(layer, update, [lr / size if 0 < size < math.inf else 1.0 for size in sizes])
 
     def _sizes(self, layer: Layer, update: Tensor) -> list[float]:
         """Return the natural norm of each block."""
