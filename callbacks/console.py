@@ -32,11 +32,11 @@ def tell(trainer: pl.Trainer, text: str) -> None:
     logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(in_lines(text))
 
 
-def every(steps: object) -> str:
+def in_words(steps: object) -> str:
     """Return a schedule in words; empty if quantities have different schedules.
 
     Example:
-        >>> every(50), every("1, 2, 4, ..., every 100"), every({"light": 10})
+        >>> in_words(50), in_words("1, 2, 4, ..., every 100"), in_words({"light": 10})
         ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
     """
     if isinstance(steps, int):
@@ -81,7 +81,7 @@ class ConsoleReport:
     def show_roles(self, anatomy: Anatomy) -> None:
         """Print the table of layers and their roles."""
         if self._verbose:
-            show(rendered(role_rows(anatomy, folded=self._verbose < 2, when=every(self._steps))))
+            show(rendered(role_rows(anatomy, folded=self._verbose < 2, when=in_words(self._steps))))
 
     def end(self, trainer: pl.Trainer, latest: Measurement | None, folder: Path | None) -> None:
         """Print the last table and the cost of measuring.

@@ -53,8 +53,8 @@ class CheckpointHooks(Callback):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Use the state of a monitor with other settings, if it is the only candidate."""
-        taken = {callback.state_key for callback in trainer.callbacks}  # type: ignore[attr-defined]
-        states = {key: state for key, state in checkpoint["callbacks"].items() if key not in taken}
+        used_keys = {callback.state_key for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        states = {key: state for key, state in checkpoint["callbacks"].items() if key not in used_keys}
         candidates = [state for key, state in states.items() if str(key).startswith(f"{type(self).__qualname__}{{")]
         if self.state_key not in checkpoint["callbacks"] and len(candidates) == 1:
             self._continuation.load(candidates[0])

@@ -207,7 +207,7 @@ def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None,
         tensors, missing = side_files.read(fingerprints[trainer.global_rank], folders)
         if tensors is None or engine.covered_by(tensors):
             return tensors, missing
-    files = [side_files.read(each, folders) for each in fingerprints]
+    files = [side_files.read(name, folders) for name in fingerprints]
     missing = next((missing for _, missing in files if missing), "")
     parts = [tensors for tensors, _ in files if tensors is not None]
     return (None, missing) if missing else (engine.merged(parts), "")

@@ -91,7 +91,7 @@ class Corrector:
         self._owners = self._optimizer_by_parameter()
         families = {settings.family for settings in self.wanted.settings.values() if settings.optimizer}
         self.step_length = StepLength(LONGEST if families <= STEADY else LONGEST_PROPORTIONAL)
-        self._multipliers = [Multiplier(self.wanted.first(layer)) for layer in self._leaders]
+        self._multipliers = [Multiplier(self.wanted.first_multiplier(layer)) for layer in self._leaders]
         self._clip = LogitClip(correction.qk_clip or math.inf, attention if correction.qk_clip else ())
         self._swap = LRMultiplierOverride(
             optimizers, self._by_parameter(), group_factor=self._group_factor, keeps_decay=not correction.of_peak
@@ -112,7 +112,7 @@ class Corrector:
         for layer, multiplier in zip(self._leaders, self._multipliers, strict=True):
             # A resumed run has multipliers already, though some groups are added again.
             if not before[layer.info.name].optimizer and not multiplier.is_known:
-                multiplier.rate = self.wanted.first(layer)
+                multiplier.rate = self.wanted.first_multiplier(layer)
         self._swap.multipliers = self._by_parameter()
 
     def _see_roles(self, measurement: Measurement) -> None:
@@ -268,30 +268,30 @@ class Corrector:
         leaving = self.correction.policy == "target" and leaves_zero(measurement, indices, aims)
         changes = self._clip.update(measurement)
         for k, (i, layer) in enumerate(zip(indices, self._leaders, strict=True)):
-            name, multiplier = layer.info.name, self._multipliers[k]
-            before = multiplier.rate
-            if not (wanted[k] > 0 and rates[k] > 0 and (flagged is None or name in flagged or multiplier.is_known)):
-                continue
-            if i in silent or self._is_settled(k, measurement.step):
+            name, multiplier, before = layer.info.name, self._multipliers[k], self._multipliers[k].rate
+            selected = flagged is None or name in flagged or multiplier.is_known
+            readable = wanted[k] > 0 and rates[k] > 0 and i not in silent
+            if not (selected and readable) or self._is_settled(k, measurement.step):
                 continue
             size, aim = sizes[k], aims[k]  # of the update, and as it should have been
             if size > 0:
                 swings = self.wanted.follows_gradients(layer)
-                after = multiplier.right(measurement.step, size, rates[k], wanted[k], swings)
-                after = min(after, self.wanted.most(layer, wanted[k], RISE * before if leaving else math.inf))
+                after = multiplier.factor_for(measurement.step, size, rates[k], wanted[k], swings)
+                rise = RISE * before if leaving else math.inf
+                after = min(after, self.wanted.highest_multiplier(layer, wanted[k], rise))
             else:
                 size = remnant(measurement, quantity, layer, i, aim)
                 if not size >= 0:
                     continue
                 after = before * min(RISE, aim / size if size > 0 else RISE)
             low, high = self.wanted.limits(layer, multiplier, wanted[k], median_rate / scheduled[k])
-            inside = min(max(after, low), high)
-            limited = inside != after and low > 0  # by what the settings explain
-            if max(inside / before, before / inside) > DEADBAND:
-                multiplier.rate = inside
+            bounded = min(max(after, low), high)
+            limited = bounded != after and low > 0  # by what the settings explain
+            if max(bounded / before, before / bounded) > DEADBAND:
+                multiplier.rate = bounded
                 scale = factors[k] / before
-                new = limited and not multiplier.limited
-                changes.append(Change(name, before * scale, inside * scale, size, aim, quantity, new))
+                is_new = limited and not multiplier.limited
+                changes.append(Change(name, before * scale, bounded * scale, size, aim, quantity, is_new))
             multiplier.limited = limited
         if changes:
             self._swap.multipliers = self._by_parameter()

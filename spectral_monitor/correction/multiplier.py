@@ -24,7 +24,7 @@ class Multiplier:
         """Return whether an update was ever read."""
         return not math.isnan(self.size.level)
 
-    def right(self, step: int, update: float, lr: float, wanted: float, swings: bool = False) -> float:
+    def factor_for(self, step: int, update: float, lr: float, wanted: float, swings: bool = False) -> float:
         """Return the factor that gives updates the wanted size, by this measured update and those before.
 
         Args:

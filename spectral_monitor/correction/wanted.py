@@ -147,7 +147,7 @@ class WantedUpdates:
         """Return whether the gradient alone determines how large its updates are."""
         return math.isnan(explained(layer, self.family(layer))[0])
 
-    def first(self, layer: Layer) -> float:
+    def first_multiplier(self, layer: Layer) -> float:
         """Return the multiplier of the first step, when only the kind of optimizer is known."""
         policy = self._correction.policy
         untouched = {"balance": True, "reference": not layer.info.is_dense, "fsc": not shows_contribution(layer)}
@@ -239,8 +239,8 @@ class WantedUpdates:
         self._readout_factor = self._lone_readout_factor()  # others may have thawed
         if self._correction.policy == "fsc":
             blocks = sum(math.isfinite(size) or m.is_known for size, m in zip(sizes, multipliers, strict=True))
-            each = wanted_decrease(measurement, self._correction.polyak) / max(blocks, 1)
-            return [each if shows_contribution(layer) else math.nan for layer in leaders]
+            decrease = wanted_decrease(measurement, self._correction.polyak) / max(blocks, 1)
+            return [decrease if shows_contribution(layer) else math.nan for layer in leaders]
         if self._correction.policy == "balance":
             pairs = zip(leaders, sizes, strict=True)
             wanted = balanced([size if layer.info.is_dense else math.nan for layer, size in pairs], factors)
@@ -267,14 +267,14 @@ class WantedUpdates:
         so that vanishing gradients do not raise it without end.
         """
         low, high = self._correction.limits
-        least, most = explained(layer, self.family(layer))
+        smallest, largest = explained(layer, self.family(layer))
         if self._correction.policy == "balance":
             return low * equalizing, high * equalizing
-        if math.isnan(least) or self._correction.policy == "fsc":
+        if math.isnan(smallest) or self._correction.policy == "fsc":
             return 0.0, high * multiplier.lowest
-        return low * wanted / most, high * wanted / least
+        return low * wanted / largest, high * wanted / smallest
 
-    def most(self, layer: Layer, wanted: float, rise: float) -> float:
+    def highest_multiplier(self, layer: Layer, wanted: float, rise: float) -> float:
         """Return the highest multiplier that small updates may lead to; infinity if there is no limit.
 
         ``rise``: the limit where updates grow with the gradient; infinity if there is none.

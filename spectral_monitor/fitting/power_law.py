@@ -53,15 +53,15 @@ def fit_slope(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:
         >>> fit_slope([64, 128], [[8.0, 16.0]]).reason
         'values at 2 sizes only, a slope needs 3'
     """
-    slopes, errors, most = {}, {}, 0
+    slopes, errors, most_sizes = {}, {}, 0
     for seed, row in enumerate(values):
         pairs = [(math.log(x), math.log(y)) for x, y in zip(sizes, row, strict=True) if 0 < y < math.inf]
         distinct = len({x for x, _ in pairs})
-        most = max(most, distinct)
+        most_sizes = max(most_sizes, distinct)
         if distinct >= FEWEST:
             slopes[seed], errors[seed] = _line(pairs)
     if not slopes:
-        return Fit(reason=f"values at {most} sizes only, a slope needs {FEWEST}" if most else "no values")
+        return Fit(reason=f"values at {most_sizes} sizes only, a slope needs {FEWEST}" if most_sizes else "no values")
     mean = statistics.fmean(slopes.values())
     if len(slopes) == 1:
         (seed,) = slopes

@@ -44,25 +44,25 @@ def sample_products(h_in: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     step = max(1, CHUNK // max(T * T if by_rows else m * n, T * n, 1))
     with torch.autocast(x.device.type, enabled=False):
         total = y.flatten(0, 1).T @ x.flatten(0, 1)  # (m, n)
-        squares, along = [], []
+        squares, inner_products = [], []
         for inputs, gradients in zip(x.split(step), y.split(step), strict=True):
             if by_rows:
                 products = (inputs @ inputs.mT) * (gradients @ gradients.mT)
             else:
                 products = (gradients.mT @ inputs).square()
             squares.append(products.sum((1, 2), dtype=torch.float64))
-            along.append(((gradients @ total) * inputs).sum((1, 2), dtype=torch.float64))
+            inner_products.append(((gradients @ total) * inputs).sum((1, 2), dtype=torch.float64))
     factor = (sizes[0].double() * sizes[1].double()).square()
-    return torch.cat(squares) * factor, torch.cat(along) * factor
+    return torch.cat(squares) * factor, torch.cat(inner_products) * factor
 
 
 @torch.no_grad()
-def noise_moments(squares: Tensor, along: Tensor) -> Tensor:
+def noise_moments(squares: Tensor, inner_products: Tensor) -> Tensor:
     """Return estimates of the size of the samples' gradients and of their mean, as float64 (6,).
 
     Args:
         squares: (samples,) squared norms of the samples' gradients.
-        along: (samples,) their inner products with the sum of all gradients.
+        inner_products: (samples,) their inner products with the sum of all gradients.
 
     Returns:
         The number of samples. The mean squared norm ``A``, which estimates ``|G|^2 + tr Sigma``. Over ``A`` the mean
@@ -73,11 +73,11 @@ def noise_moments(squares: Tensor, along: Tensor) -> Tensor:
     S = len(squares)
     if S < MIN_SAMPLES:
         return squares.new_zeros(6)
-    sum_of_squares, square_of_sum = squares.sum(), along.sum()
+    sum_of_squares, square_of_sum = squares.sum(), inner_products.sum()
     size, product = sum_of_squares / S, (square_of_sum - sum_of_squares) / (S * (S - 1))
     others = sum_of_squares - squares  # without one sample each
     sizes = others / (S - 1)
-    products = (square_of_sum - 2 * along + squares - others) / ((S - 1) * (S - 2))
+    products = (square_of_sum - 2 * inner_products + squares - others) / ((S - 1) * (S - 2))
     deviations = torch.stack([sizes - sizes.mean(), products - products.mean()])
     variances = (S - 1) / S * (deviations @ deviations.T)
     scale = torch.where(size > 0, size, 1.0)

@@ -76,24 +76,24 @@ class LinearPopulations:
         """
         if x.ndim != 2 or x.shape[1] != self.d or len(x) == 0:
             raise ValueError(f"x must be (batch, {self.d}), got {tuple(x.shape)}")
-        done = len(self._delta)  # indices of earlier steps
-        if done + len(x) > self.examples:
-            raise ValueError(f"there is room for {self.examples} examples, and {done} of them are taken")
+        start = len(self._delta)  # the number of indices of earlier steps
+        if start + len(x) > self.examples:
+            raise ValueError(f"there is room for {self.examples} examples, and {start} of them are taken")
         f = torch.stack([self._forward(xi) for xi in x.double()])
         chi = checked_derivatives(loss_derivative(f), f)
-        V = self._V - self._rates[2] * chi.T @ torch.stack(self._h[done:])
-        for t in range(done, done + len(x)):
-            self._backward(t, done, chi[t - done])
+        V = self._V - self._rates[2] * chi.T @ torch.stack(self._h[start:])
+        for t in range(start, start + len(x)):
+            self._backward(t, start, chi[t - start])
         self._V = V
         return f
 
     def _forward(self, x: Tensor) -> Tensor:
         """Append an index to both populations; return f (k,)."""
-        t, done = len(self._x), len(self._delta)
+        t, start = len(self._x), len(self._delta)
         # Population 1: x_t = <xi_t, U> - lr sum_{s<t} <xi_s, xi_t> dx_s, s of earlier steps
         x_t = torch.zeros(self.d + self.examples, dtype=torch.float64)
         x_t[: self.d] = x
-        for earlier, dx in zip(self._inputs[:done], self._dx, strict=True):
+        for earlier, dx in zip(self._inputs[:start], self._dx, strict=True):
             x_t = x_t - self._rates[0] * (earlier @ x) * dx
         self._inputs.append(x)
         self._x.append(x_t)
@@ -108,7 +108,7 @@ class LinearPopulations:
         self._h.append(h_t)
         return self._V @ self._gram2 @ h_t
 
-    def _backward(self, t: int, done: int, chi: Tensor) -> None:
+    def _backward(self, t: int, start: int, chi: Tensor) -> None:
         """Append delta_t and dx_t."""
         delta_t = chi @ self._V
         self._delta.append(delta_t)
@@ -119,5 +119,5 @@ class LinearPopulations:
         dx = torch.zeros(self.d + self.examples, dtype=torch.float64)
         dx[self.d + t] = 1.0
         for s, x_s in enumerate(self._x[: t + 1]):
-            dx = dx + (self.coupled * self.sw**2 * delta_t[self.k + s] - self._rates[1] * D[s] * (s < done)) * x_s
+            dx = dx + (self.coupled * self.sw**2 * delta_t[self.k + s] - self._rates[1] * D[s] * (s < start)) * x_s
         self._dx.append(dx)

@@ -43,11 +43,10 @@ class LazyScore:
     stopped: bool
 
     def __str__(self) -> str:
-        right = "" if math.isnan(self.accuracy) else f", {self.accuracy:.1%} right"
+        accuracy = "" if math.isnan(self.accuracy) else f", {self.accuracy:.1%} right"
         note = "; time was up" if self.stopped else ""
-        return (
-            f"{self.kernel.upper()} of {self.examples} examples: loss {self.loss:.4g}{right} (step {self.step}{note})"
-        )
+        scores = f"loss {self.loss:.4g}{accuracy} (step {self.step}{note})"
+        return f"{self.kernel.upper()} of {self.examples} examples: {scores}"
 
 
 @torch.no_grad()
@@ -167,5 +166,5 @@ def _loss(f: Tensor, target: Tensor) -> tuple[float, float]:
     """Return the mean loss and the accuracy."""
     if target.is_floating_point():
         return (f - target).square().sum(1).mean().item() / 2, math.nan
-    right = (f.argmax(1) == target).double().mean().item()
-    return torch.nn.functional.cross_entropy(f, target).item(), right
+    accuracy = (f.argmax(1) == target).double().mean().item()
+    return torch.nn.functional.cross_entropy(f, target).item(), accuracy

@@ -151,7 +151,7 @@ class Populations:
         quarter = torch.randn(n // 4, k, generator=self._generator, dtype=torch.float64)
         self._V = sv * torch.cat([quarter, -quarter] * 2)  # (N, k)
         self._inputs: list[Tensor] = []
-        self._done = 0  # indices of earlier steps
+        self._step_start = 0  # the number of indices of earlier steps
 
     def predict(self, x: Tensor) -> Tensor:
         """Return the outputs (B, k) at inputs (B, d), and leave the run as it is.
@@ -187,13 +187,13 @@ class Populations:
         top = self._layers[-1]
         for example in range(len(x)):
             # Backward: the last population receives the readout's weights from above.
-            top.delta.append(top.slope[self._done + example] * (self._V @ chi[example]))
+            top.delta.append(top.slope[self._step_start + example] * (self._V @ chi[example]))
             for index in reversed(range(len(self._layers) - 1)):
-                self._backward(index, self._done + example)
+                self._backward(index, self._step_start + example)
         # With its graph: later deltas depend on the F_s of this step through V.
-        self._V = self._V - self._rates[-1] * torch.stack(top.x[self._done :], 1) @ chi
+        self._V = self._V - self._rates[-1] * torch.stack(top.x[self._step_start :], 1) @ chi
         self._inputs.extend(x)
-        self._done += len(x)
+        self._step_start += len(x)
         return f
 
     def _checked(self, x: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class Populations:
             assert above is not None
             C = torch.stack([(x_s.detach() * before.x[-1].detach()).mean() for x_s in before.x])  # (t + 1,)
             h = layer.below.draw(self.sw**2 * C)
-            slopes = self._derivatives(before.x[-1], above, self._done)
+            slopes = self._derivatives(before.x[-1], above, self._step_start)
             for s, delta in enumerate(layer.delta):
                 h = h + (self.sw**2 * slopes[s] - self._rates[index] * C[s].item()) * delta
         graph = len(self._layers) > 1 and not (
@@ -250,7 +250,7 @@ class Populations:
         dx = layer.above.draw(self.sw**2 * D)
         slopes = self._derivatives(delta_t, after.below, t + 1)
         for s, x in enumerate(layer.x[: t + 1]):
-            dx = dx + (self.sw**2 * slopes[s] - self._rates[index + 1] * D[s].item() * (s < self._done)) * x
+            dx = dx + (self.sw**2 * slopes[s] - self._rates[index + 1] * D[s].item() * (s < self._step_start)) * x
         layer.delta.append(layer.slope[t] * dx)
 
     def _derivatives(self, value: Tensor, by: _Gaussians, count: int) -> list[float]:

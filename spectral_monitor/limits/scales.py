@@ -86,6 +86,6 @@ def at_limit(measured: Measurement, values: dict[str, Tensor]) -> Measurement:
         **{f"{key}/*": "it goes with the width" for key in GOES_WITH_WIDTH & values.keys()},
         **{f"{key}/*": "the twin's entries are not those of a network" for key in OF_ENTRIES & values.keys()},
     }
-    kept = ("loss_change", "loss_change_predicted", "contribution_spread", "readout_share")
-    summary = {key: value for key, value in measured.summary.items() if key in kept}
+    summary_keys = ("loss_change", "loss_change_predicted", "contribution_spread", "readout_share")
+    summary = {key: value for key, value in measured.summary.items() if key in summary_keys}
     return Measurement(measured.step, measured.layers, values, summary, reasons=reasons)

@@ -182,9 +182,9 @@ class SpectralProbe(ResumableRun):
         self._warn = WarnOnce(silent=not self.is_first)
         self._verbose = verbose and self.is_first
         self._sinks = Sinks(sinks if self.is_first else (), self._warn)
-        inside = unwrap_model(model)
-        wrapper = fsdp1_wrapper(model, inside)
-        self._engine = Engine(inside, optimizers, settings, processes, wrapper, corrected=mode == "correct")
+        module = unwrap_model(model)
+        wrapper = fsdp1_wrapper(model, module)
+        self._engine = Engine(module, optimizers, settings, processes, wrapper, corrected=mode == "correct")
         if processes is not None:
             check_alike(self._engine.copied(), processes)
         self._supervisor = Supervisor(mode, condition, correction, self._engine)

@@ -126,15 +126,15 @@ def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
     refuse_spread(layers, ": rescale the weights before the module is sharded")
     factors: dict[str, float] = {}
     for unit in units(layers):
-        done: set[int] = set()
+        rescaled: set[int] = set()
         row_size = 1.0  # of embeddings
         for layer in (layers[i] for i in unit.members):
             weight = layer.sources[0]
-            if layer.compute is not None or id(weight) in done:
+            if layer.compute is not None or id(weight) in rescaled:
                 continue
-            done.add(id(weight))
+            rescaled.add(id(weight))
             factors[layer.info.name] = _rescale(layer, weight, row_size if layer.info.role == "embedding" else scale)
-            if unit.is_tied(layers) and len(done) == 1 and 0 < (largest := largest_row(layer, weight)) < math.inf:
+            if unit.is_tied(layers) and len(rescaled) == 1 and 0 < (largest := largest_row(layer, weight)) < math.inf:
                 row_size = largest
     return {layer.info.name: factors[layer.info.name] for layer in layers if layer.info.name in factors}
 

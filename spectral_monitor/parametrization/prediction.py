@@ -237,7 +237,7 @@ class _NetworkSlopes:
         if not self._deep:
             return 0.0
         if self._chain:
-            return -0.5 * self._passed(name) + self._kept()
+            return -0.5 * self._passed(name) + self._signal_slope()
         # A branch is no cut node: only its own update moves it downhill. Constants decide between different powers.
         own = self._updates[name] - self._change(name)
         return own if abs(own) < SAME else math.nan
@@ -251,7 +251,7 @@ class _NetworkSlopes:
             for position in positions
         )
 
-    def _kept(self) -> float:
+    def _signal_slope(self) -> float:
         """Return 0, or NaN if features and gradients do not follow a power of the depth."""
         return 0.0 if not self._deep or math.isfinite(self._gradient) else math.nan
 
@@ -265,7 +265,7 @@ class _NetworkSlopes:
     def _backward(self, name: str) -> float:
         """Return the slope of the gradient's entries at a layer's outputs."""
         if self._kinds[name] == "readout":
-            return self._kept()
+            return self._signal_slope()
         return self._gradient + self._branch(name)
 
     def _branch(self, name: str) -> float:
@@ -308,7 +308,7 @@ class _NetworkSlopes:
         return self._slope_of(name, lambda s, n, m: s.std * math.sqrt(n / m) * (n**0.5 + m**0.5))
 
     def _features(self, name: str) -> float:
-        return self._slope_of(name, lambda s, n, m: s.std * math.sqrt(n)) + self._kept()
+        return self._slope_of(name, lambda s, n, m: s.std * math.sqrt(n)) + self._signal_slope()
 
     def _role(self, name: str) -> str:
         return self._infos[name][0].role

@@ -43,12 +43,12 @@ class Power:
 
     def __str__(self) -> str:
         exponents = {"fan_in": self.fan_in, "fan_out": self.fan_out, "L": self.depth}
-        above = [_power(name, e) for name, e in exponents.items() if e > 0]
-        below = [_power(name, -e) for name, e in exponents.items() if e < 0]
+        numerator = [_power(name, e) for name, e in exponents.items() if e > 0]
+        denominator = [_power(name, -e) for name, e in exponents.items() if e < 0]
         if self.factor != 1:
-            above.insert(0, "sqrt(2)" if math.isclose(self.factor, math.sqrt(2)) else f"{self.factor:g}")
-        under = f"({' '.join(below)})" if len(below) > 1 else "".join(below)
-        return (" ".join(above) or "1") + (f" / {under}" if under else "")
+            numerator.insert(0, "sqrt(2)" if math.isclose(self.factor, math.sqrt(2)) else f"{self.factor:g}")
+        divisor = f"({' '.join(denominator)})" if len(denominator) > 1 else "".join(denominator)
+        return (" ".join(numerator) or "1") + (f" / {divisor}" if divisor else "")
 
 
 def _power(name: str, exponent: float) -> str:

@@ -237,17 +237,17 @@ class _OwnStep:
         # Torch's schedulers read an attribute of ``step``, gradient scalers the signature that the class declares.
         vars(step).update(getattr(original, "__dict__", {}))
         setattr(step, OWNER_ATTRIBUTE, self)
-        self._own = MethodType(wraps(type(owner).step)(step), owner)
-        self._holder["step"] = self._own
+        self._step = MethodType(wraps(type(owner).step)(step), owner)
+        self._holder["step"] = self._step
 
     def remove(self) -> None:
         """Restore the original ``step``, and hold nothing any more."""
-        if self._holder.get("step") is self._own:
+        if self._holder.get("step") is self._step:
             del self._holder["step"]
             if self._original is not None:
                 self._holder["step"] = self._original
         self._calls, self._holder = (), {}
-        del self._own
+        del self._step
 
 
 def _move_own_hooks_last(optimizer: Optimizer) -> None:
@@ -265,11 +265,11 @@ def _is_own(hook: Any) -> bool:
     return isinstance(holder, (LRMultiplierOverride, OptimizerCapture))
 
 
-def _is_running(frame: FrameType | None, now: FrameType | None) -> bool:
+def _is_running(frame: FrameType | None, running: FrameType | None) -> bool:
     """Return whether a call is among the callers of one that runs; if not, an exception has ended it."""
-    while now is not None and now is not frame:
-        now = now.f_back
-    return now is frame
+    while running is not None and running is not frame:
+        running = running.f_back
+    return running is frame
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
