@@ -84,12 +84,9 @@ class ConsoleReport:
             show(rendered(role_rows(anatomy, folded=self._verbose < 2, when=in_words(self._steps))))
 
     def end(self, trainer: pl.Trainer, latest: Measurement | None, folder: Path | None) -> None:
-        """Print the last table and the cost of measuring.
+        """Print the last table, if anything was measured, and the cost of measuring.
 
-        Args:
-            trainer: whose fit ends.
-            latest: the last measurement of the fit, if there is one.
-            folder: of the run, if there is one.
+        ``folder``: of the run, if there is one.
         """
         if not self._verbose:
             return

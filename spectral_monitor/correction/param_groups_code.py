@@ -44,7 +44,8 @@ def param_groups_code(
         >>> import torch
         >>> net = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.AdamW(net.parameters(), lr=0.001, weight_decay=0.1)
-        >>> print(param_groups_code(net.named_parameters(), [optimizer], {net.weight: 0.004, net.bias: 0.0005}))
+        >>> rates = {net.weight: 0.004, net.bias: 0.0005}
+        >>> print(param_groups_code(net.named_parameters(), [optimizer], rates).partition("# Training from")[0])
         import torch
         named = dict(self.named_parameters())
         groups = [
@@ -55,15 +56,7 @@ def param_groups_code(
             [{**group, "params": [named[name] for name in group["params"]]} for group in groups],
             weight_decay=0.1,
         )
-        # Training from scratch, begin at a tenth of these rates, about as the correction did.
-        # This method of the module does so under any scheduler:
-        # def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
-        #     rates = [group["lr"] for group in optimizer.param_groups]
-        #     for group in optimizer.param_groups:
-        #         group["lr"] = group["lr"] * (0.1 if self.trainer.global_step < 48 else 1.0)
-        #     super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        #     for group, rate in zip(optimizer.param_groups, rates):
-        #         group["lr"] = rate
+        <BLANKLINE>
     """
     name_of = {parameter: name for name, parameter in names}
     imported, lines = {"torch": "import torch"}, ["named = dict(self.named_parameters())"]

@@ -91,10 +91,7 @@ class Peaks:
     def meaning(self, groups: Iterable[Mapping[str, Any]], size: float, sizes: Iterable[float]) -> str:
         """Return, in a sentence, which size of steps the peak of the learning rates stands for.
 
-        Args:
-            groups: of the optimizers.
-            size: as the user has set it.
-            sizes: of steps at the peak, under each of the optimizers.
+        ``size``: as the user has set it; ``sizes``: of steps at the peak, under each of the optimizers.
         """
         peaks = [self.see(group) for group in groups if group["params"]]
         rates = [peak.highest for peak in peaks if peak.highest > 0]

@@ -48,7 +48,7 @@ def share(layer: Layer, began: float, reads_data: bool = False, trained: bool = 
     """Return the wanted size of a layer's update over that of an operator that began with natural norm 1.
 
     Args:
-        layer: of any role.
+        layer: the layer.
         began: natural norm that its weights began with; NaN counts as 1.
         reads_data: whether it is the operator that reads the data.
         trained: whether an earlier training left its weights.
@@ -97,10 +97,7 @@ def explained(layer: Layer, family: str) -> tuple[float, float]:
     Sign-like optimizers move every entry by about 1. The natural norm is then the number of inputs if all entries move
     one way, and its root if their signs are random. Orthogonalizing optimizers give a matrix equal singular values, in
     one of two conventions.
-
-    Args:
-        layer: of any role.
-        family: of its optimizer, as in :func:`~spectral_monitor.condition.optimizers.hyperparameters.family`.
+    ``family`` is that of :func:`~spectral_monitor.condition.optimizers.hyperparameters.family`.
     """
     info, inputs = layer.info, layer.layout.taps * layer.info.fan_in
     if family == "adam":

@@ -71,10 +71,7 @@ def leaves_zero(measurement: Measurement, indices: Sequence[int], aims: Sequence
     Gradients of other layers pass through it and grow with it: in a branch whose last matrix begins at zero, as in
     Fixup, or whose norm has a gain of 0, a thousandfold from one step to the next. Through biases no gradient passes.
 
-    Args:
-        measurement: with sizes of weights and updates.
-        indices: of layers.
-        aims: the wanted sizes of their updates.
+    ``indices``: of layers; ``aims``: the wanted sizes of their updates.
     """
     names = [measurement.layers[i].name for i in indices]
     sizes = ((float(measurement.values[key][i]) for key in ("weight_natural", "update_natural")) for i in indices)
@@ -86,13 +83,10 @@ def leaves_zero(measurement: Measurement, indices: Sequence[int], aims: Sequence
 
 
 def cancelled(measurement: Measurement, layers: Sequence[Layer], squared: Sequence[bool]) -> set[int]:
-    """Return the biases and gains whose gradients are rounding.
+    """Return the indices of biases and gains whose gradients are rounding.
 
-    Args:
-        measurement: with contributions and learning rates.
-        layers: in its order.
-        squared: whether contributions for each unit of learning rate are squares of gradients, as under SGD, not
-            their size, as under Adam.
+    ``squared``: for each layer, whether its contribution for each unit of learning rate is the square of a gradient, as
+    under SGD, not its size, as under Adam.
     """
     pairs = enumerate(zip(layers, squared, strict=False))
     sizes = [_gradient_entry(measurement, layer, i, square) for i, (layer, square) in pairs]

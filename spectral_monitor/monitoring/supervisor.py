@@ -110,9 +110,7 @@ class Supervisor:
     def due(self, step: int, tell: Callable[[str], None] | None = None) -> frozenset[str]:
         """Return the quantities that are due at a step that begins now; usually none.
 
-        Args:
-            step: optimizer step, counted from 1.
-            tell: receives a line when a budget makes intervals longer or shorter; by default a warning says so.
+        ``tell`` receives a line when a budget makes intervals longer or shorter; by default it is a warning.
         """
         if self._corrector is not None:
             self._corrector.see_groups()
@@ -184,9 +182,7 @@ class Supervisor:
 
         No error here, or in :meth:`correct`, stops training.
 
-        Args:
-            measurement: the next measurement.
-            warn: receives a sentence on each layer that begins to violate the condition.
+        ``warn`` receives a sentence on each layer that begins to violate the condition.
         """
         self.began = ()
         try:
@@ -219,12 +215,7 @@ class Supervisor:
             self._corrector.wanted.scales = embedding_scales(output)
 
     def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
-        """Correct learning rates by a measurement.
-
-        Args:
-            measurement: the latest measurement.
-            tell: receives a line on each notable correction.
-        """
+        """Correct learning rates by a measurement; ``tell`` receives a line on each notable correction."""
         if self._corrector is None or self._report is None:
             return
         try:
