@@ -67,10 +67,10 @@ class SpectralProbe(ResumableRun):
             ``["blocks.*", "norm"]``: their change, and its angle and sensitivity.
         max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
         replay_samples: samples that are run again after the step, the first ones of the batch (of each process's);
-            ``None`` for all. With fewer, ``summary/feature_error`` says how far features may be from those of the whole
-            batch, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more while that error is above
-            a tenth. All are run where a sample's outputs depend on the others, as with dropout or batch normalization
-            in training mode; the first measured step shows it.
+            ``None`` for all. With fewer, ``summary/feature_error`` says how far changes of features may be from those
+            of the whole batch, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more while that error
+            is above a tenth. All are run where a sample's outputs differ without the others, as with dropout or batch
+            normalization in training mode; the first measured step shows it.
         tol: relative tolerance of spectral norms.
         drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
         history: measurements kept in :attr:`measurements`.

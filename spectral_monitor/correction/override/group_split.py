@@ -107,9 +107,9 @@ class GroupPart:
         self.written_keys: list[str] = []
         self._indices = indices
         self._decay = decay
-        self._group_values: Group = {}
-        self._part_values: Group = {}
-        self._versions: dict[str, tuple[int | None, int | None]] = {}
+        self._group_values: Group = {}  # as of the last :meth:`fill`
+        self._part_values: Group = {}  # the options made of them
+        self._versions: dict[str, tuple[int | None, int | None]] = {}  # of both values
 
     def fill(self) -> None:
         """Set the options from the group's; the next time, only those that have changed in the group."""
