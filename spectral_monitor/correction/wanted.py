@@ -97,7 +97,7 @@ class WantedUpdates:
         self.scales: Mapping[int, float] = {}
         self.depth, self._uneven = Depth(), False
         self.relative: dict[str, float] = {}
-        families = {own.family for own in settings.values() if own.optimizer}
+        families = {each.family for each in settings.values() if each.optimizer}
         # Layers unfrozen later may go to any of them: assume the one whose first updates can be too large.
         self._late_family = "adam" if "adam" in families else min(families, default="")
         self.take(settings)
@@ -113,7 +113,7 @@ class WantedUpdates:
     def sizes(self) -> list[float]:
         """The sizes of steps at the peak under each of the optimizers, smallest first."""
         size = self.size * self._readout_factor
-        return sorted({size * momentum_share(own) for own in self.settings.values() if own.optimizer}) or [size]
+        return sorted({size * momentum_share(each) for each in self.settings.values() if each.optimizer}) or [size]
 
     @property
     def depth_factor(self) -> float:

@@ -70,8 +70,8 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
     ``depth`` replaces both counts, of matrices and of hidden ones.
     """
     layers = [layer for layer in layers if layer.compute is None]
-    shared = units(layers)
-    dense = sorted(unit.leader for unit in shared if layers[unit.leader].info.is_dense)
+    tied = units(layers)
+    dense = sorted(unit.leader for unit in tied if layers[unit.leader].info.is_dense)
     kind_of, outputs = kinds([layer.info for layer in layers]), _outputs(module, layers)
     hidden = [layers[i].info.name for i in dense if kind_of[layers[i].info.name] == "hidden"]
     parts = {part for name in hidden for part in _parts(name)}
@@ -79,7 +79,7 @@ def by_parameter(module: nn.Module, layers: Sequence[Layer], depth: int | None =
     depth = depth if depth is not None else max(1, len(dense))
     indices = {layers[i].info.name: index for index, i in enumerate(dense)}
     positions: dict[int, LayerPosition] = {}
-    for unit in shared:
+    for unit in tied:
         leader = layers[unit.leader]
         info, parameter = leader.info, id(leader.sources[0])
         if info.is_dense:
