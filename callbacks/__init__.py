@@ -1,4 +1,4 @@
-"""PyTorch Lightning glue; ``lightning_packages`` alone knows what Lightning is called."""
+"""PyTorch Lightning callbacks; only ``lightning_packages`` names the packages of Lightning."""
 
 from spectral_monitor.callbacks.corrector import SpectralLRCorrector
 from spectral_monitor.callbacks.monitor import SpectralMonitor

@@ -41,7 +41,7 @@ class BatchWatch:
         self.forget()
 
     def forget(self) -> None:
-        """Drop everything about the present step."""
+        """Drop everything about the current step."""
         self._training_step: TrainingStepReplay | None = None
         self._micro_batches: list[MicroBatch] = []
         self._unfit_loss_input: bool | None = None
@@ -75,7 +75,7 @@ class BatchWatch:
 
         engine.arm(keys, remember)
         engine.features.begin_forward()
-        if _scaler(trainer) is not None:  # then the optimizer's step has no forward inside
+        if _scaler(trainer) is not None:  # then the forward is not inside the optimizer's step
             remember()
 
     def end_forward(self, module: pl.LightningModule) -> None:
@@ -84,7 +84,7 @@ class BatchWatch:
             self._engine.features.end_forward()
 
     def begin_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
-        """Take gradients from here on as those of the step's backward pass."""
+        """Count gradients from here on as those of the step's backward pass."""
         if not self._engine.armed:
             return
         with self._harmless("a look at what the loss is given"):
@@ -103,22 +103,22 @@ class BatchWatch:
                 self._engine.step_loss.offer(self._training_step, context, self._micro_batches)
 
     def end_backward(self, module: pl.LightningModule) -> None:
-        """Leave out later gradients."""
+        """Ignore later gradients."""
         if self._engine.armed and module.automatic_optimization:
             self._engine.features.end_backward()
 
     def end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any) -> Measurement | None:
         """Return the measurement of a batch that was due; else keep its training step if the loss is needed again."""
-        again, roots, automatic = self._training_step, self._engine.calls, module.automatic_optimization
+        replay, calls, automatic = self._training_step, self._engine.calls, module.automatic_optimization
         if not self._engine.armed:
             self._training_step = None
-            if again is not None and (loss := loss_in(outputs)) is not None:
-                self._micro_batches.append(MicroBatch(again, loss.detach()))
+            if replay is not None and (loss := loss_in(outputs)) is not None:
+                self._micro_batches.append(MicroBatch(replay, loss.detach()))
             return None
-        if again and roots and _scaler(trainer) is not None and not again.randomness.same(roots[0].randomness):
-            again = None  # it was remembered too early: something has drawn random numbers since
-        given = StepInputs(
-            training_step=again,
+        if replay and calls and _scaler(trainer) is not None and not replay.randomness.same(calls[0].randomness):
+            replay = None  # it was recorded too early: random numbers have been drawn since
+        step_inputs = StepInputs(
+            training_step=replay,
             loss=loss_in(outputs) if automatic else None,
             accumulated=trainer.accumulate_grad_batches,
             loss_scale=self._loss_scale,
@@ -126,7 +126,7 @@ class BatchWatch:
             only_if_stepped=not automatic,
             unfit_loss_input=self._unfit_loss_input,
         )
-        measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), given)
+        measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), step_inputs)
         self.forget()
         if automatic or not self._engine.idle:
             self._overdue = frozenset()
@@ -139,5 +139,5 @@ def _scaler(trainer: pl.Trainer) -> Any:
 
 
 def _batches(trainer: pl.Trainer) -> int:
-    """Return the number of training batches begun so far, the present one included."""
+    """Return the number of training batches begun so far, including the current one."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)

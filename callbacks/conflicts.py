@@ -18,8 +18,8 @@ def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
     """Compare a monitor with those before it, because equal quantities are logged under equal names.
 
     Two monitors that only watch would log the same numbers twice, which is a warning. If one corrects, their numbers
-    would differ, because only that one knows the multipliers. Two that correct would multiply each other's rates, of
-    whatever layers: an optimizer has one correction.
+    would differ, because only that one knows the multipliers. If both correct, they would multiply each other's rates,
+    whatever their layers are: an optimizer has one correction.
 
     Raises:
         ValueError: naming both, and what to do instead.
@@ -36,26 +36,26 @@ def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
         keys = [key for key in monitor.settings.keys if key in other.settings.keys]
         if not layers or not keys:
             continue
-        found = (
+        conflict = (
             f"{_called(other)} and {_called(monitor)} would both log spectral_{keys[0]}/{layers[0]} and other numbers "
             f"of the same {len(layers)} layers"
         )
         if correction := other.correction or monitor.correction:
-            one = f'SpectralMonitor(mode="correct", correction=LRCorrection("{correction.policy}"))'
-            raise ValueError(f"{found}, of which one knows the corrections: use one callback for both, {one}")
+            suggestion = f'SpectralMonitor(mode="correct", correction=LRCorrection("{correction.policy}"))'
+            raise ValueError(f"{conflict}, of which one knows the corrections: use one callback for both, {suggestion}")
         _warn(
-            f"{found}: use one, with an interval for each tier or quantity (every_n_steps={{'light': 10, 'standard': "
-            "100}), or give each layers of its own"
+            f"{conflict}: use one, with an interval for each tier or quantity (every_n_steps={{'light': 10, "
+            "'standard': 100}), or give each layers of its own"
         )
 
 
 def monitor_index(trainer: pl.Trainer, monitor: SpectralMonitor) -> int:
     """Return the position of the monitor among those of the trainer, from 1."""
-    return next((i for i, one in enumerate(_monitors(trainer), start=1) if one is monitor), 1)
+    return next((i for i, other in enumerate(_monitors(trainer), start=1) if other is monitor), 1)
 
 
 def _monitors(trainer: pl.Trainer) -> list[SpectralMonitor]:
-    return cast("list[SpectralMonitor]", [one for one in trainer.callbacks if isinstance(one, CheckpointHooks)])  # type: ignore[attr-defined]
+    return cast("list[SpectralMonitor]", [item for item in trainer.callbacks if isinstance(item, CheckpointHooks)])  # type: ignore[attr-defined]
 
 
 @rank_zero_only

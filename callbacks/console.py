@@ -32,11 +32,11 @@ def tell(trainer: pl.Trainer, text: str) -> None:
     logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(in_lines(text))
 
 
-def every(steps: object) -> str:
+def in_words(steps: object) -> str:
     """Return a schedule in words; empty if quantities have different schedules.
 
     Example:
-        >>> every(50), every("1, 2, 4, ..., every 100"), every({"light": 10})
+        >>> in_words(50), in_words("1, 2, 4, ..., every 100"), in_words({"light": 10})
         ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
     """
     if isinstance(steps, int):
@@ -44,7 +44,7 @@ def every(steps: object) -> str:
     return f"at steps {steps}" if isinstance(steps, str) else ""
 
 
-def shortest(folder: Path) -> str:
+def shortest_path(folder: Path) -> str:
     """Return the relative path of a folder, or the full path if that is shorter."""
     try:
         relative = os.path.relpath(folder)
@@ -57,7 +57,7 @@ class ConsoleReport:
     """Text about a fit: the roles of layers, the last table, and the cost of measuring.
 
     Args:
-        verbose: 0 for no text; 1 for tables in which equal places of the blocks share a row; 2 for whole ones.
+        verbose: 0 for no text; 1 for tables in which a layer of every block shares one row; 2 for a row per matrix.
         steps: schedule of measurements.
     """
 
@@ -67,7 +67,7 @@ class ConsoleReport:
 
     def begin(self) -> None:
         """Start the clock when training begins."""
-        self._began, self._spent = perf_counter(), 0.0
+        self._started, self._spent = perf_counter(), 0.0
 
     def spend(self, seconds: float) -> None:
         """Add to the time spent on measuring."""
@@ -78,18 +78,15 @@ class ConsoleReport:
         if self._verbose:
             tell(trainer, text)
 
-    def found(self, anatomy: Anatomy) -> None:
+    def show_roles(self, anatomy: Anatomy) -> None:
         """Print the table of layers and their roles."""
         if self._verbose:
-            show(rendered(role_rows(anatomy, folded=self._verbose < 2, when=every(self._steps))))
+            show(rendered(role_rows(anatomy, folded=self._verbose < 2, when=in_words(self._steps))))
 
     def end(self, trainer: pl.Trainer, latest: Measurement | None, folder: Path | None) -> None:
-        """Print the last table and the cost of measuring.
+        """Print the last table, if anything was measured, and the cost of measuring.
 
-        Args:
-            trainer: whose fit ends.
-            latest: the last measurement of the fit, if there is one.
-            folder: of the run, if there is one.
+        ``folder``: of the run, if there is one.
         """
         if not self._verbose:
             return
@@ -100,9 +97,9 @@ class ConsoleReport:
             )
             return
         show(rendered(measurement_rows(latest, folded=self._verbose < 2)))
-        share = self._spent / max(perf_counter() - self._began, 1e-9)
+        share = self._spent / max(perf_counter() - self._started, 1e-9)
         ended = f"; the last of {steps} steps that was measured is step {latest.step}" if steps > latest.step else ""
         self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time{ended}")
         if folder is not None:
-            command = f"spectral-monitor report {shortest(folder)}"
+            command = f"spectral-monitor report {shortest_path(folder)}"
             self.tell(trainer, f"spectral monitor: the whole run as a page\n  {command}")

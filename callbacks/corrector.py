@@ -1,4 +1,4 @@
-"""The monitor set up for one purpose: learning rates that are right."""
+"""The monitor with settings for one purpose: corrected learning rates."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class SpectralLRCorrector(SpectralMonitor):
-    """Corrects every layer's learning rate: a :class:`SpectralMonitor` that measures only what that takes.
+    """Corrects every layer's learning rate: a :class:`SpectralMonitor` that measures only what corrections need.
 
-    Whatever learning rate the optimizer has, its schedule keeps its shape, and at the peak each step changes what a
-    layer makes of its inputs by the part that ``size`` says; the best one hardly depends on the width of the network.
-    Schedulers, checkpoints and ``LearningRateMonitor`` see the optimizer's own learning rates; what they are multiplied
-    with is in :attr:`multipliers`, in the logs as ``spectral_lr_multiplier/<layer>``, and in checkpoints.
+    Whatever learning rate the optimizer has, its schedule keeps its shape, and at the peak each step changes a layer's
+    outputs by the fraction ``size``; the best size hardly depends on the width of the network. Schedulers, checkpoints
+    and ``LearningRateMonitor`` see the optimizer's own learning rates. The factors on them are in :attr:`multipliers`,
+    in the logs as ``spectral_lr_multiplier/<layer>``, and in checkpoints.
 
     Args:
         policy: ``"target"``, ``"balance"``, ``"reference"`` or ``"fsc"``: see
@@ -36,11 +36,11 @@ class SpectralLRCorrector(SpectralMonitor):
             that suits the network, ``"auto"`` only weights that were just drawn.
         include, exclude, roles, blocks, history, condition, sinks, verbose, on_verdict, stop_on: as for the monitor.
             Layers that are not measured keep the optimizer's learning rate.
-        correction: the rest of the settings of :class:`~spectral_monitor.correction.LRCorrection`.
+        correction: other settings of :class:`~spectral_monitor.correction.LRCorrection`.
 
     Raises:
-        ValueError: what the monitor refuses; a policy without its reference; an optimizer whose learning rates cannot
-            be multiplied (LBFGS, Rprop, ASGD), when training starts.
+        ValueError: as for the monitor; a policy without its reference; when training starts, an optimizer whose
+            learning rates cannot be multiplied (LBFGS, Rprop, ASGD).
         TypeError: an argument that neither it nor the correction has.
 
     Example:
@@ -95,12 +95,12 @@ class SpectralLRCorrector(SpectralMonitor):
         )
 
     def param_groups_code(self) -> str:
-        """Return Python code that makes the optimizers with the learning rates found, at the peak of the schedule.
+        """Return Python code that makes the optimizers with corrected learning rates, at the peak of the schedule.
 
-        Pasted into ``configure_optimizers``, it takes the correction over without the callback.
+        In ``configure_optimizers`` it replaces the callback.
 
         Raises:
-            RuntimeError: nothing was trained yet.
+            RuntimeError: nothing has been trained yet.
         """
         self._write_code()
         if not self._code:
@@ -108,11 +108,11 @@ class SpectralLRCorrector(SpectralMonitor):
         return self._code
 
     def _write_code(self) -> None:
-        """Write the learning rates down, once there are some: before the first measurement they are guesses."""
+        """Keep the code of the learning rates, after the first measurement: before it they are guesses."""
         if self._supervisor is not None and self._engine is not None and self._engine.measured > 0:
             self._code = self._supervisor.param_groups_code()
 
     def _stop(self, module: pl.LightningModule) -> None:
-        with self._said("learning rates were not written down as code"):
+        with self._errors_as_warnings("learning rates were not written down as code"):
             self._write_code()
         super()._stop(module)

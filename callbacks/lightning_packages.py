@@ -1,8 +1,8 @@
 """The two packages of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``; no other module names them.
 
-Their classes have the same names and behave alike, but are different classes. Only the packages that the program has
-imported are looked at, so that nobody pays for the other. If it has imported neither, ``lightning.pytorch`` is
-imported, or ``pytorch_lightning`` if only that is installed.
+Their classes have the same names and behave alike, but are different classes. Only packages that the program has
+imported are used, so that the other costs nothing. If it has imported neither, ``lightning.pytorch`` is imported, or
+``pytorch_lightning`` if only that is installed.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ def is_instance(value: object, *names: str) -> bool:
 
     Args:
         value: of any type.
-        names: classes by their place in the package, such as ``"loggers.CSVLogger"``.
+        names: paths of classes in the package, such as ``"loggers.CSVLogger"``.
 
     Raises:
         AttributeError: an imported package has no such class.
     """
-    return isinstance(value, tuple(_found(package, name) for package in imported() for name in names))
+    classes: list[Any] = [reduce(getattr, name.split("."), package) for package in imported() for name in names]
+    return isinstance(value, tuple(classes))
 
 
 def package_of(trainer: pl.Trainer) -> ModuleType:
-    """Return the package a trainer is from.
+    """Return the package of a trainer.
 
     Raises:
-        TypeError: it is from neither.
+        TypeError: it belongs to neither.
     """
     for package in imported():
         if isinstance(trainer, package.Trainer):
@@ -62,10 +63,6 @@ def _installed() -> ModuleType:
         return import_module(second)
 
 
-def _found(package: ModuleType, name: str) -> Any:
-    return reduce(getattr, name.split("."), package)
-
-
 def _bases() -> tuple[type, ...]:
     return tuple(package.Callback for package in imported())
 
@@ -75,10 +72,10 @@ if TYPE_CHECKING:
 else:
 
     class Callback(*_bases()):
-        """A callback of every package that is imported: trainers and their command line ask for their own class."""
+        """A callback of every imported package: trainers and their command line require their own class."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Callback:
-            """Return one that is also of a package imported since the last one was made."""
+            """Return a callback also of packages imported since the last one was made."""
             if Callback.__bases__ != _bases():
                 Callback.__bases__ = _bases()
             return super().__new__(cls)

@@ -34,23 +34,23 @@ _REFUSED = re.compile(r"[^\w\-. /]")
 
 
 class LoggerSink:
-    """Gives a Lightning logger the essential numbers, and in the end the page, if it takes files (MLflow, Comet).
+    """Gives a Lightning logger the essential numbers, and at the end the page, if it takes files (MLflow, Comet).
 
-    The logger has to save its numbers at once, and only while the disk has room. If it could not write them at the end,
-    the trainer would raise an error.
+    The logger saves its numbers at once, and only while the disk has space: a trainer raises an error if its logger
+    cannot write them at the end.
     """
 
-    def __init__(self, logger: Any, log: Log = "essential", asked: Sequence[str] = ()) -> None:
+    def __init__(self, logger: Any, log: Log = "essential", requested: Sequence[str] = ()) -> None:
         self._logger = logger
         self.name = type(logger).__name__
-        self._log, self._asked = log, tuple(asked)
+        self._log, self._requested = log, tuple(requested)
         self._history = History() if is_instance(logger, "loggers.MLFlowLogger", "loggers.CometLogger") else None
 
     def write(self, measurement: Measurement) -> None:
         """Log all scalars in one call."""
         if is_instance(self._logger, "loggers.CSVLogger"):
             check_free_space(self._logger.log_dir)
-        scalars = essentials(measurement, self._log, self._asked)
+        scalars = essentials(measurement, self._log, self._requested)
         if is_instance(self._logger, "loggers.MLFlowLogger"):
             scalars = {_REFUSED.sub("_", key): value for key, value in scalars.items()}
         self._logger.log_metrics(scalars, step=measurement.step + OFFSET)
@@ -80,18 +80,18 @@ class SinkManager:
 
     Args:
         sinks: the user's.
-        heatmap_every: measurements from one set of pictures to the next; 0 for none.
-        histograms: whether TensorBoard gets some.
+        heatmap_every: number of measurements between sets of pictures; 0 for none.
+        histograms: whether TensorBoard gets histograms.
         settings: for the config of W&B.
-        log: which numbers loggers are given.
-        asked: quantities that are essential because the user has named them.
-        warn: is told of a sink that fails; each time something else, once.
+        warn: receives a message on a sink that fails; each message once.
+        log: the numbers that loggers receive.
+        requested: quantities that are essential because the user has named them.
 
     Attributes:
-        folder: of the run, where its file of measurements is; ``None`` without one.
+        folder: of the run, with its file of measurements; ``None`` without one.
 
     Raises:
-        TypeError: something is no sink.
+        TypeError: an object that is no sink.
         ValueError: ``heatmap_every`` is no number of measurements, or ``histograms`` neither true nor false.
     """
 
@@ -103,42 +103,42 @@ class SinkManager:
         settings: Mapping[str, Any],
         warn: WarnOnce,
         log: Log = "essential",
-        asked: Sequence[str] = (),
+        requested: Sequence[str] = (),
     ) -> None:
         if isinstance(heatmap_every, bool) or not isinstance(heatmap_every, int) or heatmap_every < 0:
             raise ValueError(f"heatmap_every must be an integer >= 0, got {heatmap_every!r}")
         if not isinstance(histograms, bool):
             raise ValueError(f"histograms must be True or False, got {histograms!r}")
         self.sinks, self.heatmap_every, self.histograms = checked_sinks(sinks), heatmap_every, histograms
-        self.log, self._asked = checked_log(log), tuple(asked)
+        self.log, self._requested = checked_log(log), tuple(requested)
         self._settings = dict(settings)
         self._warn = warn
         self._all: Sinks | None = None
         self._status = StatusLine()
         self.folder: Path | None = None
 
-    def begin(self, trainer: pl.Trainer, place: int) -> None:
-        """Open the receivers; ``place``: number of this monitor among those of the trainer, from 1."""
+    def begin(self, trainer: pl.Trainer, index: int) -> None:
+        """Open the receivers; ``index``: of this monitor among those of the trainer, from 1."""
         if not trainer.is_global_zero:
             return
-        found: list[Sink] = []
+        sinks: list[Sink] = []
         for logger in trainer.loggers:
             try:
-                found.append(self._sink(logger))
+                sinks.append(self._sink(logger))
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                self._warn(f"{type(logger).__name__} will not be given measurements ({what})", error)
+                reason = f"{type(error).__name__}: {error}"
+                self._warn(f"{type(logger).__name__} will not be given measurements ({reason})", error)
         self.folder = next(filter(None, map(_folder, trainer.loggers)), None)
         if self.folder is not None:
-            found.append(JSONLinesSink(self.folder / run_file_name(place), _about(trainer)))
-        self._all = Sinks([*found, *self.sinks], self._warn)
+            sinks.append(JSONLinesSink(self.folder / run_file_name(index), _about(trainer)))
+        self._all = Sinks([*sinks, *self.sinks], self._warn)
         self._status.begin(trainer)
 
     def write(self, measurement: Measurement) -> None:
         """Give a measurement to all receivers."""
         if self._all is not None:
             self._all.write(measurement)
-            if is_judged(measurement) or not self._status.text:  # else what was said last still holds
+            if is_judged(measurement) or not self._status.text:  # else the last text still holds
                 self._status.text = brief(measurement)
 
     def end(self) -> None:
@@ -149,19 +149,19 @@ class SinkManager:
         self._all = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what belongs to a fit."""
+        """Return the state without parts that belong to a fit."""
         return {**vars(self), "_all": None, "_status": StatusLine()}
 
     def _sink(self, logger: Any) -> Sink:
         if is_instance(logger, "loggers.TensorBoardLogger") and can_write_to(logger.experiment):
-            return TensorBoardSink(logger.experiment, self.heatmap_every, self.histograms, **self._how)
+            return TensorBoardSink(logger.experiment, self.heatmap_every, self.histograms, **self._options)
         if is_instance(logger, "loggers.WandbLogger"):
-            return WandbSink(logger.experiment, self._settings, self.heatmap_every, **self._how)
-        return LoggerSink(logger, self.log, self._asked)
+            return WandbSink(logger.experiment, self._settings, self.heatmap_every, **self._options)
+        return LoggerSink(logger, self.log, self._requested)
 
     @property
-    def _how(self) -> dict[str, Any]:
-        return {"log": self.log, "asked": self._asked, "offset": OFFSET}
+    def _options(self) -> dict[str, Any]:
+        return {"log": self.log, "asked": self._requested, "offset": OFFSET}
 
 
 def _folder(logger: Any) -> Path | None:

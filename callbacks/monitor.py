@@ -41,39 +41,38 @@ if TYPE_CHECKING:
 class SpectralMonitor(LiveRun, CheckpointHooks):
     """Measures every layer's weights, updates and features at every n-th optimizer step and logs them.
 
-    Training is not changed: parameters, optimizer state, gradients, buffers, random states and logged metrics stay
-    bit for bit what they would have been. An unmeasured step costs a comparison. A measured one copies the weights,
-    reads the copy some dozens of times and, for feature quantities, runs one more forward, with another copy held
-    meanwhile. Where the training step calls the model in several parts, it is the training step that is run once
-    more: with ``self.log`` and the loggers muted, but a file it writes is written twice.
+    Training does not change: parameters, optimizer state, gradients, buffers, random states and logged metrics are
+    bit for bit the same. An unmeasured step costs a comparison. A measured one copies the weights, reads the copy some
+    dozens of times and, for feature quantities, runs one more forward, with another copy held meanwhile. If the
+    training step calls the model in several parts, the whole training step runs once more: with ``self.log`` and the
+    loggers muted, but a file it writes is written twice.
 
-    What is logged, to every logger of the trainer, on the axis of Lightning's own metrics (which begins at 0):
-    ``spectral_<quantity>/<layer>`` and ``spectral/summary/<name>``; in networks of more than 16 matrices, instead of
-    every layer, ``lowest``, ``median`` and ``highest`` of ``all`` and of each family, the same place in each block.
-    Numbers of the whole network, such as ``spectral/summary/violations`` and ``spectral_update_ratio/all/median``, are
-    in ``trainer.callback_metrics`` too, for ``ModelCheckpoint`` and ``EarlyStopping``. They are there from the first
-    measurement on: where ``EarlyStopping`` looks earlier, it needs ``strict=False``, or Lightning ends the fit with an
-    error.
-    What is NaN is left out, and ``monitor.latest.why(quantity, layer)`` says why it is.
+    Every logger of the trainer receives, on the axis of Lightning's own metrics (which begins at 0),
+    ``spectral_<quantity>/<layer>`` and ``spectral/summary/<name>``. In networks of more than 16 matrices it receives,
+    instead of every layer, ``lowest``, ``median`` and ``highest`` of ``all`` and of each family. Numbers of the whole
+    network, such as ``spectral/summary/violations`` and ``spectral_update_ratio/all/median``, are in
+    ``trainer.callback_metrics`` too, for ``ModelCheckpoint`` and ``EarlyStopping``, from the first measurement on. If
+    ``EarlyStopping`` checks earlier, it needs ``strict=False``, or Lightning ends the fit with an error. NaN is left
+    out; ``monitor.latest.why(quantity, layer)`` gives its reason.
 
-    Checkpoints hold what it takes to go on: counters in the checkpoint, and beside it one file
-    ``spectral-monitor-<hash>.pt`` with the weights drift is counted from and the batch ``feature_drift`` is measured
-    on: your data, as the model saw it. ``trainer.fit(..., ckpt_path=...)`` measures what the uninterrupted run would
-    have. If the file is missing (it is looked for beside the checkpoint, then where it was written), or the model has
-    other layers, a warning says so and drift is counted from there. No file is written to a place a checkpoint names.
-    Earlier :attr:`measurements` are not in it. Another ``fit`` of the same module object with the same monitor goes on
-    too, with drift from the first fit's start; with another module it begins again. Either way measurements are
-    appended to those there are.
+    Checkpoints hold the state to resume from: counters in the checkpoint, and beside it one file
+    ``spectral-monitor-<hash>.pt`` with the weights that drift is counted from and the batch of ``feature_drift``: your
+    data, as the model saw it. ``trainer.fit(..., ckpt_path=...)`` then measures the same as an uninterrupted run. The
+    file is looked for beside the checkpoint, then where it was written. If it is missing, or the model has other
+    layers, a warning says so and drift is counted from there. No file is written to a folder that a checkpoint names.
+    Earlier :attr:`measurements` are not saved. Another ``fit`` of the same module object with the same monitor goes on
+    too, with drift from the first fit's start; with another module it begins again. Either way new measurements are
+    appended.
 
     Args:
         every_n_steps: measure every n-th optimizer step; or steps in words, ``"1, 2, 4, ..., every 100"``: more of the
             first ones, where most happens; or a mapping from tiers and keys to either, such as ``{"light": 10,
             "standard": 100}`` or ``{"update_norm": 1, "feature_change": 50}``: a tier stands for its own quantities,
-            not for those of the tiers below, and at a step only what is due is measured and paid for. With manual
+            not for those of the tiers below. At a step only quantities that are due cost time. With manual
             optimization, batches are counted.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
-            or a list of keys; only what is asked for is paid for.
+            or a list of keys; only requested quantities cost time.
         include: fnmatch patterns on module or layer names; only these are measured.
         exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> ``"hidden"``, ``"embedding"``, ``"output"``, ``"vector"`` or ``"ignore"``, where the
@@ -82,37 +81,37 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         heads: pattern on attention modules or their query projections -> number of heads, where the module does not
             say it.
         nodes: fnmatch patterns on modules whose outputs are measured although they have no weight, such as
-            ``["blocks.*", "norm"]``: how they change, and the angle and the sensitivity of that change.
+            ``["blocks.*", "norm"]``: their change, and its angle and sensitivity.
         max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
         replay_samples: samples that are run again after the step, the first ones of the batch (of each process's);
-            ``None`` for all. What is compared is then of these, ``summary/feature_error`` says how far it may be from
-            that of all, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more of them while that
-            error is above a tenth. All are run where some do not give alone what they give among the others, which
-            is seen at the first measured step: with dropout, or batch normalization in training mode.
+            ``None`` for all. With fewer, ``summary/feature_error`` says how far changes of features may be from those
+            of the whole batch, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more while that error
+            is above a tenth. All are run where a sample's outputs differ without the others, as with dropout or batch
+            normalization in training mode; the first measured step shows it.
         tol: relative tolerance of spectral norms.
         drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
         history: measurements kept in :attr:`measurements`.
-        condition: what layers are held against; every measurement has its verdicts.
+        condition: the limits that layers are judged by; every measurement has its verdicts.
         correction: how learning rates are corrected, with ``mode="correct"``.
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
             ``"correct"`` also corrects learning rates. Only that changes training.
-        sinks: what else is given every measurement, such as a :class:`~spectral_monitor.reporting.JSONLinesSink`.
+        sinks: further receivers of every measurement, such as a :class:`~spectral_monitor.reporting.JSONLinesSink`.
         heatmap_every: pictures of layer by step, for loggers that take pictures, after measurements 3 and 10, every
             n-th and at the end; 0 for none. They need matplotlib.
-        histograms: of the layers' values, for TensorBoard.
+        histograms: whether TensorBoard gets histograms of the layers' values.
         low_memory: keep the weights before the update, and the copy that guards them during the extra forward, in host
             memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
-        max_overhead: share of training time that measuring may take, such as ``0.01``: steps that are due are passed
-            over until the time since the last measured one makes up for what that took, and a line says how far apart
-            they are. The first two of a run, which take longest, are not waited for. ``"auto"`` is 0.01 from step 100
-            on where ``every_n_steps`` is the default and nothing is corrected, else ``None``: nothing is timed.
-        verbose: what is printed besides warnings: 0 nothing; 1 what was found in the model and the last table, in
-            which equal places of the blocks share a row; 2 both with a row for every matrix.
-        log: which numbers loggers are given; all are in the run's own file. ``"essential"``: at most 600 of 100
-            matrices; ``"all"``: every number too, as ``spectral/<quantity>/<layer>``; or patterns, such as
-            ``["contribution/*", "*/head"]``, of single numbers besides.
+        max_overhead: share of training time that measuring may take, such as ``0.01``. Due steps are skipped until the
+            last measurement has cost no more than that share of the time since, and a line reports the interval. The
+            first two measurements of a run take longest and delay nothing. ``"auto"`` is 0.01 from step 100 on if
+            ``every_n_steps`` is the default and nothing is corrected, else ``None``: nothing is timed.
+        verbose: text besides warnings: 0 none; 1 the role table and the last table, in which a layer of every block
+            shares one row; 2 both with a row for every matrix.
+        log: the numbers that loggers receive; all are in the run's own file. ``"essential"``: at most 600 for 100
+            matrices; ``"all"``: every number too, as ``spectral/<quantity>/<layer>``; or patterns of further numbers,
+            such as ``["contribution/*", "*/head"]``.
         on_verdict: is called with every root :class:`~spectral_monitor.Verdict` that begins: to send a message, say. In
-            several processes the first one calls it; what it raises becomes a warning.
+            several processes the first one calls it; its errors become warnings.
         stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which training stops, as it does by early
             stopping; ``"any"`` for all.
 
@@ -190,13 +189,13 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         self._roles: Roles | None = None
         self._schedules: Schedules | None = None  # until training starts
         config = described(mode, condition, self.correction)
-        asked = () if isinstance(quantities, str) else tuple(quantities)
-        self._reports = SinkManager(sinks, heatmap_every, histograms, config, self._warn, log, asked)
+        requested = () if isinstance(quantities, str) else tuple(quantities)
+        self._reports = SinkManager(sinks, heatmap_every, histograms, config, self._warn, log, requested)
         self._batches: BatchWatch | None = None
         self._console = ConsoleReport(self.verbose, every_n_steps)
 
     def roles(self) -> Roles:
-        """Return every measured layer with its role, and what is not measured; known once a fit has begun.
+        """Return every measured layer with its role, and the parameters that are not measured, once a fit has begun.
 
         Raises:
             RuntimeError: no fit has begun.
@@ -211,38 +210,38 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the engine and the supervisor, refuse what cannot be measured, and print the role table."""
+        """Make the engine and the supervisor, refuse unsupported fits, and print the role table."""
         check_supported(trainer, pl_module)
         processes, wrapper = strategy_context(trainer)
         corrected = self.mode == "correct"
-        steps = pl_module.automatic_optimization and can_run_again(pl_module)
+        repeatable = pl_module.automatic_optimization and can_run_again(pl_module)
         redirected = trainer.strategy.model is not pl_module
         self._engine = Engine(
-            pl_module, trainer.optimizers, self.settings, processes, wrapper, corrected, steps, redirected
+            pl_module, trainer.optimizers, self.settings, processes, wrapper, corrected, repeatable, redirected
         )
         check_conflicts(trainer, self)
         self._supervisor = Supervisor(self.mode, self.condition, self.correction, self._engine)
         self._roles = Roles.of(self._engine.anatomy)
         self._schedules = Schedules(trainer, pl_module)
         due = partial(self._supervisor.due, tell=partial(self._console.tell, trainer))
-        self._batches = BatchWatch(self._engine, due, self._said)
-        self._console.found(self._engine.anatomy)
+        self._batches = BatchWatch(self._engine, due, self._errors_as_warnings)
+        self._console.show_roles(self._engine.anatomy)
         if not trainer.loggers:
-            kept = "measurements are kept in monitor.measurements and the last one is printed"
-            self._console.tell(trainer, f"spectral monitor: no logger: {kept}")
+            text = "no logger: measurements are kept in monitor.measurements and the last one is printed"
+            self._console.tell(trainer, f"spectral monitor: {text}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Resume from a checkpoint or an earlier fit; else keep the weights that drift is counted from."""
         if self._engine is None or self._supervisor is None:
             return
-        with self._said("schedules were not looked ahead"):
+        with self._errors_as_warnings("schedules were not looked ahead"):
             for parameters, plan in () if self._schedules is None else self._schedules.plans(trainer, pl_module):
                 self._supervisor.plan(parameters, plan)
         self._schedules = None
-        # Under a correction, learning rates may have another meaning, and the recipe none.
-        said = self._supervisor.decision or (self._supervisor.recipe if self.mode != "observe" else "")
-        if said:
-            self._console.tell(trainer, f"spectral monitor: {said}")
+        # A correction may change the meaning of learning rates; the recipe means nothing then.
+        meaning = self._supervisor.decision or (self._supervisor.recipe if self.mode != "observe" else "")
+        if meaning:
+            self._console.tell(trainer, f"spectral monitor: {meaning}")
         if trainer.global_step == 0 and trainer.ckpt_path is None and not self._continuation.knows(pl_module):
             self._supervisor.rescale()  # neither loaded nor trained
         self._continuation.begin(trainer, pl_module, self._engine, self._supervisor, self._warn)
@@ -269,12 +268,12 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             self._batches.end_forward(pl_module)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Begin to take gradients as those of the step."""
+        """Begin to count gradients as those of the step."""
         if self._batches is not None:
             self._batches.begin_backward(trainer, pl_module, loss)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave out later gradients."""
+        """Ignore later gradients."""
         if self._batches is not None:
             self._batches.end_backward(pl_module)
 
@@ -287,7 +286,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         watched = self._engine.armed
         measurement = self._batches.end(trainer, pl_module, outputs)
         if watched:
-            with self._said("a checkpoint will not hold the probe batch"):
+            with self._errors_as_warnings("a checkpoint will not hold the probe batch"):
                 self._continuation.agree(self._engine)
         if measurement is not None:
             self._use(measurement, trainer, self._supervisor)
@@ -300,13 +299,13 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         self.multipliers = supervisor.multipliers
         if stops is not None and not trainer.should_stop:
             trainer.should_stop = True
-            why = f"{stops.layer}: {stops.sentence}"
-            tell(trainer, f"spectral monitor: training stops after step {measurement.step}: {why}")
+            reason = f"{stops.layer}: {stops.sentence}"
+            tell(trainer, f"spectral monitor: training stops after step {measurement.step}: {reason}")
         self._console.spend(measurement.summary["overhead_ms"] / 1e3 + perf_counter() - begin)
 
     def _write(self, trainer: pl.Trainer, measurement: Measurement) -> None:
         self._reports.write(measurement)
-        with self._said("ModelCheckpoint and EarlyStopping cannot see this measurement"):
+        with self._errors_as_warnings("ModelCheckpoint and EarlyStopping cannot see this measurement"):
             trainer.callback_metrics.update({key: torch.tensor(x) for key, x in overall(measurement).items()})
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -333,7 +332,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             self._stop(pl_module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return settings and measurements, without what belongs to a fit or a model, or is added by Lightning."""
+        """Return settings and measurements, without parts that belong to a fit or a model, or that Lightning adds."""
         state = {key: value for key, value in vars(self).items() if key not in ("log", "log_dict")}
         return {**state, **dict.fromkeys(("_engine", "_supervisor", "_schedules", "_batches"))}
 
@@ -343,6 +342,6 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             self._supervisor.disarm()
         if self._engine is not None:
             self._engine.disarm()
-            with self._said("the end of training was not remembered"):
+            with self._errors_as_warnings("the end of training was not remembered"):
                 self._continuation.end(module, self._engine)
         self._engine = self._supervisor = self._schedules = self._batches = None

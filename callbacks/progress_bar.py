@@ -20,8 +20,8 @@ def shared(texts: Sequence[str]) -> str:
         >>> shared(["OK", "2 off"]), shared(["OK", "not judged", "1 off"])
         ('OK; 2 off', 'not judged')
     """
-    together = "; ".join(texts)
-    return together if len(together) <= MAX_BRIEF_LENGTH else next((text for text in texts if text != "OK"), texts[0])
+    joined = "; ".join(texts)
+    return joined if len(joined) <= MAX_BRIEF_LENGTH else next((text for text in texts if text != "OK"), texts[0])
 
 
 class _Metrics:
@@ -32,12 +32,12 @@ class _Metrics:
         self.lines: list[StatusLine] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        said = [line.text for line in self.lines if line.text]
-        return {**self.original(*args, **kwargs), **({KEY: shared(said)} if said else {})}
+        texts = [line.text for line in self.lines if line.text]
+        return {**self.original(*args, **kwargs), **({KEY: shared(texts)} if texts else {})}
 
 
 class StatusLine:
-    """Text beside the losses in any progress bar; it is no logged metric.
+    """Text beside the losses in any progress bar; it is not a logged metric.
 
     Attributes:
         text: text to show; empty for none.
@@ -53,7 +53,7 @@ class StatusLine:
         self._bar = trainer.progress_bar_callback
         if self._bar is not None:
             metrics = vars(self._bar).setdefault("get_metrics", _Metrics(self._bar.get_metrics))
-            if isinstance(metrics, _Metrics):  # else somebody has put something of their own there
+            if isinstance(metrics, _Metrics):  # else another program has replaced it
                 metrics.lines.append(self)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's learning-rate schedules, run ahead before training."""
+"""Lightning's learning-rate schedules, simulated before training."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from spectral_monitor.condition.optimizers.plans import LookAhead, Plan
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-MOST = 20_000
-"""Largest number of calls that a schedule is run ahead: a third of a second."""
+MAX_CALLS = 20_000
+"""Largest number of simulated calls of a schedule: a third of a second."""
 
 
 class Schedules:
-    """Runs copies of the schedulers of a fit ahead, from its first step on.
+    """Simulates the schedulers of a fit on copies, from its first step on.
 
-    Schedulers are copied before a checkpoint is loaded, because that puts them in the middle of their course. Without a
-    checkpoint they are copied when training begins: until then another callback may change the learning rate.
+    Schedulers are copied before a checkpoint is loaded, which moves them on to its step. Without a checkpoint they are
+    copied when training begins: until then another callback may change the learning rate.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._shared = [trainer, module, getattr(trainer, "datamodule", None)]
         resumed = trainer.lr_scheduler_configs if trainer.ckpt_path is not None else []
-        self._before = [(config.scheduler, self._copy(config.scheduler)) for config in resumed]
+        self._copies = [(config.scheduler, self._copy(config.scheduler)) for config in resumed]
 
     def plans(self, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[list[nn.Parameter], Plan]]:
         """Yield the parameters of each scheduled group with the plan of its learning rate in this fit.
 
-        A schedule that depends on a metric begins at its peak. Schedules that cannot be run ahead are left out. So are
-        those that never rise from below the group's initial rate, because their function depends on more than the step.
-        Call this once data are loaded, since their number gives the length of the fit.
+        A schedule that depends on a metric begins at its peak. Schedules that cannot be simulated are left out. So are
+        those that stay below the group's initial rate, because their function depends on more than the step. Call this
+        after data are loaded, since their number gives the length of the fit.
         """
         stops = bool(trainer.early_stopping_callbacks)
         for config in trainer.lr_scheduler_configs:
@@ -44,14 +44,14 @@ class Schedules:
             if isinstance(config.scheduler, ReduceLROnPlateau):
                 yield from ((group["params"], Plan(lr := float(group["lr"]), lr)) for group in groups)
                 continue
-            ahead = next((copied for of, copied in self._before if of is config.scheduler), None)
+            ahead = next((copied for scheduler, copied in self._copies if scheduler is config.scheduler), None)
             ahead = ahead or self._copy(config.scheduler)
             try:
                 calls, certain = _calls(trainer, module, config.interval, config.frequency)
-                found = [] if ahead is None else ahead.plans(calls)
+                plans = [] if ahead is None else ahead.plans(calls)
             except Exception:
                 continue
-            for group, plan in zip(groups, found, strict=False):  # groups may have come since
+            for group, plan in zip(groups, plans, strict=False):  # groups may have been added since
                 if not certain:
                     plan = Plan(plan.first, plan.highest)
                 elif stops or config.interval != "step":  # the last epochs may never come
@@ -60,7 +60,7 @@ class Schedules:
                     yield group["params"], plan
 
     def _copy(self, scheduler: LRScheduler) -> LookAhead | None:
-        """Return a copy to run ahead; ``None`` if the scheduler cannot be copied."""
+        """Return a copy to simulate; ``None`` if the scheduler cannot be copied."""
         try:
             return LookAhead(scheduler, self._shared)
         except Exception:
@@ -79,6 +79,6 @@ def _calls(trainer: pl.Trainer, module: pl.LightningModule, interval: str, frequ
         epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
         each = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         length = min(epochs, math.ceil(length / each) if length >= 0 else math.inf)
-    if not 0 <= length / frequency <= MOST:
-        return MOST, False
+    if not 0 <= length / frequency <= MAX_CALLS:
+        return MAX_CALLS, False
     return max(0, math.ceil(length / frequency) - 1), by_lightning

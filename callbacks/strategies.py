@@ -22,7 +22,7 @@ def check_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse ways of training that would give wrong numbers.
 
     Raises:
-        ValueError: naming what is not supported and what is.
+        ValueError: it names the unsupported way and the supported ones.
     """
     strategy = trainer.strategy
     if trainer.world_size > 1 and not is_instance(strategy, *SUPPORTED):

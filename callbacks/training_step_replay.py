@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TrainingStepReplay(Replayable):
     """A call of ``training_step`` that can be repeated under :func:`logging_suppressed`.
 
-    It must be made at the moment of the call, because it keeps the random state of that moment.
+    It must be made when the step is called, because it keeps the random state of that moment.
     """
 
     def __init__(self, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -60,24 +60,22 @@ class TrainingStepReplay(Replayable):
         with preserved(module):
             put_state(module, packed["state"])
             step = cls(module, unpack(packed["batch"], module.device), packed["batch_idx"])
-            step.rewind()  # hooks that come later are not the forward's
+            step.rewind()  # later hooks do not belong to the forward
         step.randomness = RandomState.unpack(packed["randomness"])
         step._precisely = bool(packed.get("precisely", False))
         return step
 
 
 def can_run_again(module: pl.LightningModule) -> bool:
-    """Return whether ``training_step`` can be called with the same batch again: not if it draws batches from an
-    iterator.
-    """
+    """Return whether ``training_step`` can be called again with the same batch, rather than draw from an iterator."""
     return "dataloader_iter" not in inspect.signature(module.training_step).parameters
 
 
 def _takes_index(step: Any) -> bool:
     """Return whether Lightning passes the batch's index: to a step with two arguments or one of that name."""
-    kinds = inspect.signature(step).parameters
-    many = any(p.kind is p.VAR_POSITIONAL for p in kinds.values())
-    return many or "batch_idx" in kinds or len(kinds) >= 2
+    parameters = inspect.signature(step).parameters
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return takes_any or "batch_idx" in parameters or len(parameters) >= 2
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""What a checkpoint holds of a monitor, and the hooks that write and read it."""
+"""The state of a monitor in a checkpoint, and the hooks that write and read it."""

@@ -28,7 +28,7 @@ class CheckpointHooks(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key that tells the monitors of one trainer apart."""
+        """The key that distinguishes the monitors of one trainer."""
         s = self.settings
         return self._generate_state_key(
             every_n_steps=s.every_n_steps, quantities=s.quantities, include=s.include, exclude=s.exclude
@@ -53,22 +53,22 @@ class CheckpointHooks(Callback):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Use the state of a monitor with other settings, if it is the only candidate."""
-        taken = {callback.state_key for callback in trainer.callbacks}  # type: ignore[attr-defined]
-        states = {key: state for key, state in checkpoint["callbacks"].items() if key not in taken}
-        mine = [state for key, state in states.items() if str(key).startswith(f"{type(self).__qualname__}{{")]
-        if self.state_key not in checkpoint["callbacks"] and len(mine) == 1:
-            self._continuation.load(mine[0])
+        used_keys = {callback.state_key for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        states = {key: state for key, state in checkpoint["callbacks"].items() if key not in used_keys}
+        candidates = [state for key, state in states.items() if str(key).startswith(f"{type(self).__qualname__}{{")]
+        if self.state_key not in checkpoint["callbacks"] and len(candidates) == 1:
+            self._continuation.load(candidates[0])
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Write the file the state refers to, if it is not there yet."""
+        """Write the file that the state refers to, if it does not exist yet."""
         state = checkpoint.get("callbacks", {}).get(self.state_key, {})
-        with self._said("resumed from this checkpoint, drift will be counted from there"):
+        with self._errors_as_warnings("resumed from this checkpoint, drift will be counted from there"):
             self._continuation.write(state, trainer, pl_module, self._engine)
 
     @contextmanager
-    def _said(self, what: str) -> Iterator[None]:
-        """Turn an error inside into a warning."""
+    def _errors_as_warnings(self, consequence: str) -> Iterator[None]:
+        """Turn an error inside into a warning that names its consequence."""
         try:
             yield
         except Exception as error:
-            self._warn(f"{what} ({type(error).__name__}: {error})", error)
+            self._warn(f"{consequence} ({type(error).__name__}: {error})", error)

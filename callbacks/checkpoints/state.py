@@ -29,8 +29,8 @@ Warn = Callable[..., None]
 class ResumeState:
     """The state that a monitor carries from one fit to the next: through a checkpoint, or in memory for the same model.
 
-    The tensors (the weights drift is counted from, the batch ``feature_drift`` is measured on) are written when the
-    first checkpoint is, and once more if the first measured step comes later, into files named after their content.
+    The tensors (the weights that drift is counted from, the batch of ``feature_drift``) are written with the first
+    checkpoint, and once more if the first measured step comes later, into files named after their content.
     """
 
     def __init__(self) -> None:
@@ -39,21 +39,21 @@ class ResumeState:
         self._loaded: State = {}
         self._begun = False
         self._folder = Path()
-        self._mark: tuple[object, bool] | None = None
-        self._fingerprints: list[str] = []
+        self._fingerprinted: tuple[object, bool] | None = None  # engine or module, and whether it had the probe batch
+        self._fingerprints: list[str] = []  # of the tensors of each process
         self._carried: WeakKeyDictionary[pl.LightningModule, tuple[State, State | None]] = WeakKeyDictionary()
-        self._last: Callable[[], pl.LightningModule | None] = _nobody
+        self._last_module: Callable[[], pl.LightningModule | None] = _no_module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return a copy without state: it is for another model or process."""
+        """Pickle without state: a copy is for another model or process."""
         return type(self), ()
 
     def forget(self) -> None:
         """Forget what was loaded or measured before: a fit begins, perhaps of another model."""
-        self._loaded, self._begun, self._last = {}, False, _nobody
+        self._loaded, self._begun, self._last_module = {}, False, _no_module
 
     def load(self, state: State) -> None:
-        """Take the state a checkpoint holds, for the fit that is about to begin."""
+        """Take the state of a checkpoint, for the next fit."""
         self._loaded = state
 
     def knows(self, module: pl.LightningModule) -> bool:
@@ -64,7 +64,7 @@ class ResumeState:
         self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, supervisor: Supervisor, warn: Warn
     ) -> None:
         """Resume engine and supervisor from the checkpoint or the last fit of this model; else start."""
-        self._begun, self._folder, self._mark, self._supervisor = True, _folder(trainer), None, supervisor
+        self._begun, self._folder, self._fingerprinted, self._supervisor = True, _folder(trainer), None, supervisor
         step, large = trainer.global_step, engine.settings.needs & LARGE
         loaded, self._loaded = self._loaded, {}
         restarted: list[str] = []
@@ -81,11 +81,13 @@ class ResumeState:
                 restarted += _resume_supervisor(supervisor, state)
             else:
                 engine.start(step)
-                why = "the checkpoint has no state of it" if resumed else "this monitor has seen no step of this model"
-                restarted += [f"drift is counted from here ({why})"] if step and large else []
+                reason = (
+                    "the checkpoint has no state of it" if resumed else "this monitor has seen no step of this model"
+                )
+                restarted += [f"drift is counted from here ({reason})"] if step and large else []
         except Exception as error:
-            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            restarted = [f"everything is counted from here ({what})"]
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            restarted = [f"everything is counted from here ({reason})"]
             engine.start(step)
         self.measured_before = engine.measured
         self.agree(engine)
@@ -95,43 +97,43 @@ class ResumeState:
     def agree(self, engine: Engine) -> None:
         """Exchange the names of files with the other processes, if there are any; all must call this at once.
 
-        One process writes the names of all files into the checkpoint, when it cannot ask the others.
+        One process writes the names of all files into the checkpoint, and cannot ask the others then.
         """
-        mark = (engine, engine.probe_taken)
-        if engine.processes is not None and engine.settings.needs & LARGE and self._mark != mark:
+        version = (engine, engine.probe_taken)
+        if engine.processes is not None and engine.settings.needs & LARGE and self._fingerprinted != version:
             try:
-                mine = fingerprint(engine.tensors())
-            except Exception:  # the others are waiting; a file of no name is not found
-                mine = ""
-            self._mark, self._fingerprints = mark, engine.processes.gather(mine)
+                local = fingerprint(engine.tensors())
+            except Exception:  # the others are waiting; a file without a name is not found
+                local = ""
+            self._fingerprinted, self._fingerprints = version, engine.processes.gather(local)
 
     def state(self, engine: Engine | None) -> State:
         """Return the state for a checkpoint, in plain types; after a fit, the state at its end."""
         if engine is not None and self._begun:
-            mark: tuple[object, bool] = (engine, engine.probe_taken)
-            return self._with_files(
-                self._state(engine), engine.tensors() if engine.settings.needs & LARGE else None, mark
-            )
-        module = self._last()
+            return self._with_files(*self._state(engine), (engine, engine.probe_taken))
+        module = self._last_module()
         if self._loaded or module is None:
             return self._loaded
         return self._with_files(*self._carried[module], (module, True))
 
-    def _state(self, engine: Engine) -> State:
+    def _state(self, engine: Engine) -> tuple[State, State | None]:
+        """Return the small numbers, and the tensors if any are needed."""
         state = engine.state()
-        return state if self._supervisor is None else {**state, "oversight": self._supervisor.state_dict()}
+        if self._supervisor is not None:
+            state = {**state, "oversight": self._supervisor.state_dict()}
+        return state, engine.tensors() if engine.settings.needs & LARGE else None
 
-    def _with_files(self, state: State, tensors: State | None, mark: tuple[object, bool]) -> State:
+    def _with_files(self, state: State, tensors: State | None, version: tuple[object, bool]) -> State:
         if tensors is None:
             return state
-        if self._mark != mark and len(self._fingerprints) <= 1:
-            self._mark, self._fingerprints = mark, [fingerprint(tensors)]
+        if self._fingerprinted != version and len(self._fingerprints) <= 1:
+            self._fingerprinted, self._fingerprints = version, [fingerprint(tensors)]
         return {**state, "file": side_files.described(self._fingerprints, self._folder)}
 
     def write(self, state: State, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> None:
-        """Write the file of this process that a state refers to, if it is not there and the state is of this run.
+        """Write the file of this process that a state refers to, if it does not exist and the state is of this run.
 
-        This run chooses the folder, because a loaded state may name any place.
+        This run chooses the folder, because a loaded state may name any folder.
 
         Raises:
             OSError: it could not be written.
@@ -152,14 +154,14 @@ class ResumeState:
     def end(self, module: pl.LightningModule, engine: Engine) -> None:
         """Keep the state for another fit of this model, or a checkpoint that is saved after this fit."""
         if self._begun:
-            self._carried[module] = (self._state(engine), engine.tensors() if engine.settings.needs & LARGE else None)
-            self._last = ref(module)
-            self._mark = (module, True) if engine.processes is not None else None
+            self._carried[module] = self._state(engine)
+            self._last_module = ref(module)
+            self._fingerprinted = (module, True) if engine.processes is not None else None
         self._begun, self._supervisor = False, None
 
 
 def _resume_supervisor(supervisor: Supervisor, state: State) -> list[str]:
-    """Resume verdicts and corrections; return what starts again instead, with the reason."""
+    """Resume verdicts and corrections; if they start again instead, return a line with the reason."""
     if "oversight" not in state:
         return ["verdicts and corrections start again (the checkpoint has none)"]
     try:
@@ -169,7 +171,7 @@ def _resume_supervisor(supervisor: Supervisor, state: State) -> list[str]:
     return []
 
 
-def _nobody() -> None:
+def _no_module() -> None:
     return None
 
 
@@ -178,7 +180,7 @@ def _revive(engine: Engine, module: pl.LightningModule, packed: State) -> Replay
 
 
 def _folder(trainer: pl.Trainer) -> Path:
-    """Return the folder of checkpoints, if that is on a disk."""
+    """Return the folder of checkpoints, or another local folder if that is remote."""
     saving = sorted(
         trainer.checkpoint_callbacks, key=lambda callback: not is_instance(callback, "callbacks.ModelCheckpoint")
     )
@@ -195,17 +197,17 @@ def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None,
     """
     if file is None:
         return None, "the saved state is of a monitor that did not measure it"
-    beside = [] if trainer.ckpt_path is None else [Path(str(trainer.ckpt_path)).absolute().parent]
+    own_folder = [] if trainer.ckpt_path is None else [Path(str(trainer.ckpt_path)).absolute().parent]
     try:
-        prints, written = side_files.checked(file)
+        fingerprints, original_folder = side_files.checked(file)
     except ValueError as error:
         return None, str(error)
-    folders = list(dict.fromkeys([*beside, written]))
-    if len(prints) == trainer.world_size:
-        tensors, missing = side_files.read(prints[trainer.global_rank], folders)
+    folders = list(dict.fromkeys([*own_folder, original_folder]))
+    if len(fingerprints) == trainer.world_size:
+        tensors, missing = side_files.read(fingerprints[trainer.global_rank], folders)
         if tensors is None or engine.covered_by(tensors):
             return tensors, missing
-    found = [side_files.read(one, folders) for one in prints]
-    missing = next((missing for _, missing in found if missing), "")
-    several = [tensors for tensors, _ in found if tensors is not None]
-    return (None, missing) if missing else (engine.merged(several), "")
+    files = [side_files.read(name, folders) for name in fingerprints]
+    missing = next((missing for _, missing in files if missing), "")
+    parts = [tensors for tensors, _ in files if tensors is not None]
+    return (None, missing) if missing else (engine.merged(parts), "")

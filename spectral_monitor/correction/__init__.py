@@ -3,16 +3,7 @@
 from spectral_monitor.correction.corrector import Corrector
 from spectral_monitor.correction.multiplier import Change
 from spectral_monitor.correction.settings import LRCorrection
-from spectral_monitor.parametrization.init import looks_drawn, rescale, spectral_init_, starting_norm
+from spectral_monitor.parametrization.init import spectral_init_
 from spectral_monitor.parametrization.param_groups import spectral_param_groups
 
-__all__ = [
-    "Change",
-    "Corrector",
-    "LRCorrection",
-    "looks_drawn",
-    "rescale",
-    "spectral_init_",
-    "spectral_param_groups",
-    "starting_norm",
-]
+__all__ = ["Change", "Corrector", "LRCorrection", "spectral_init_", "spectral_param_groups"]

@@ -1,4 +1,4 @@
-"""The multipliers of a run: how they start, what each measurement makes of them."""
+"""The learning-rate multipliers of a run: how they start, and how each measurement changes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spectral_monitor.correction.multiplier import Change, Multiplier
 from spectral_monitor.correction.override.lr_override import INSTEAD, LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import Peaks, share_of
-from spectral_monitor.correction.policies import usual_multipliers
+from spectral_monitor.correction.policies import median_multipliers
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.smoothing import LONGEST, LONGEST_PROPORTIONAL, StepLength
 from spectral_monitor.correction.update_size import block_contributions, cancelled, leaves_zero, observed, remnant
@@ -35,16 +35,16 @@ from spectral_monitor.parametrization.tying import TiedLayers, contribution_bloc
 
 RISE = 2.0
 """Factor on a multiplier, at each measurement, while its update is too small to be read, or a weight leaves zero."""
-STEADY, SETTLED = frozenset({"adam", "muon"}), 32
-"""Kinds of optimizers whose updates do not go with the size of gradients, and steps after its first reading in which
-policy "target" finds a layer's multiplier under them.
+STEADY = frozenset({"adam", "muon"})
+"""Families of optimizers whose updates do not grow with the gradient."""
+SETTLED = 32
+"""Under these policy "target" sets a layer's multiplier within so many steps after the first reading, then keeps it.
 
-Later the same learning rate makes smaller updates, for gradients of different batches agree less and less. That is how
-training calms down: to make up for it would be to raise the learning rate while there is less to learn. Under others,
-whose updates go with gradients, multipliers follow all the time.
+Later the same learning rate makes smaller updates, for gradients of different batches agree less and less. To correct
+that would be to raise the learning rate while there is less to learn.
 """
 DEADBAND = 1.02
-"""A multiplier that would change by less stays what it is."""
+"""A multiplier that would change by a smaller factor stays as it is."""
 NO_ASGD = (
     "the learning rates of ASGD cannot be corrected layer by layer: it takes the learning rate of a step for the next "
     f"one, so that an update does not show what its rate does; {INSTEAD}"
@@ -54,14 +54,13 @@ NO_ASGD = (
 class Corrector:
     """Multipliers of learning rates, applied from :meth:`arm` to :meth:`disarm` to every step of the optimizers.
 
-    What is known of a layer is the size of its updates for each unit of learning rate, followed from measurement to
-    measurement; what its policy wants, over that, is its multiplier. With ``LRCorrection("target")`` the multiplier
-    is of the part of its peak that the optimizer's learning rate has, and is thus a learning rate itself.
+    A layer's multiplier is the update that its policy wants, over the size of its updates for each unit of learning
+    rate, which is tracked from measurement to measurement. With ``LRCorrection("target")`` it multiplies the learning
+    rate as a fraction of its peak, and is thus a learning rate itself.
 
     Attributes:
         wanted: the updates that the policy wants.
-        multipliers: layer -> what the optimizer's learning rate is multiplied with.
-        step_length: the part of its size that a step has, less than 1 where steps went too far.
+        step_length: the factor on the size of all steps, less than 1 where steps went too far.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Corrector:
         attention: Sequence[AttentionBlock] = (),
         unmeasured: Collection[nn.Parameter] = (),
     ) -> None:
-        """``attention``: blocks whose logits are limited; ``unmeasured``: parameters that take the others' usual
+        """``attention``: blocks whose logits are limited; ``unmeasured``: parameters that take the others' median
         multiplier.
 
         Raises:
@@ -83,55 +82,56 @@ class Corrector:
         self.correction = correction
         self._layers = tuple(layers)
         self._optimizers = tuple(optimizers)
-        measured = {source for layer in layers for source in layer.sources}  # as parts of a normalized weight are
+        measured = {source for layer in layers for source in layer.sources}  # parts of a normalized weight included
         self._unmeasured = frozenset(unmeasured if correction.of_peak else ()) - measured
         self._units = contribution_blocks(layers) if correction.policy == "fsc" else units(layers)
         self._leaders = [self._layers[unit.leader] for unit in self._units]
         self.wanted = WantedUpdates(correction, self._layers, hyperparameters(layers, optimizers))
         self._peaks, self._began_training = Peaks(), False
-        self._owners = self._held()
-        families = {of.family for of in self.wanted.settings.values() if of.optimizer}
+        self._owners = self._optimizer_by_parameter()
+        families = {settings.family for settings in self.wanted.settings.values() if settings.optimizer}
         self.step_length = StepLength(LONGEST if families <= STEADY else LONGEST_PROPORTIONAL)
-        self._multipliers = [Multiplier(self.wanted.first(layer)) for layer in self._leaders]
+        self._multipliers = [Multiplier(self.wanted.first_multiplier(layer)) for layer in self._leaders]
         self._clip = LogitClip(correction.qk_clip or math.inf, attention if correction.qk_clip else ())
         self._swap = LRMultiplierOverride(
-            optimizers, self._by_parameter(), of_group=self._of_group, keeps_decay=not correction.of_peak
+            optimizers, self._by_parameter(), group_factor=self._group_factor, keeps_decay=not correction.of_peak
         )
 
-    def _held(self) -> dict[nn.Parameter, Optimizer]:
+    def _optimizer_by_parameter(self) -> dict[nn.Parameter, Optimizer]:
         return {p: owner for owner in self._optimizers for group in owner.param_groups for p in group["params"]}
 
     def see_groups(self) -> None:
-        """Take in parameter groups that were added since, such as those of a thawed backbone: their learning rates
-        beside those of others, and the kind of optimizer that their layers start under.
+        """Take in parameter groups that were added since, such as those of a thawed backbone.
+
+        Their layers get a relative learning rate and the multiplier that their kind of optimizer starts with.
         """
         if all(group["params"][0] in self._owners for group in self._groups() if group["params"]):
             return
-        self._owners, before = self._held(), self.wanted.settings
+        self._owners, before = self._optimizer_by_parameter(), self.wanted.settings
         self.wanted.take(hyperparameters(self._layers, self._optimizers))
         for layer, multiplier in zip(self._leaders, self._multipliers, strict=True):
-            # A resumed run knows its layers, though some of their groups are added again.
+            # A resumed run has multipliers already, though some groups are added again.
             if not before[layer.info.name].optimizer and not multiplier.is_known:
-                multiplier.rate = self.wanted.first(layer)
+                multiplier.rate = self.wanted.first_multiplier(layer)
         self._swap.multipliers = self._by_parameter()
 
     def _see_roles(self, measurement: Measurement) -> None:
-        """Take in which layers are readouts, which the first steps show."""
-        if all(layer.info.role == info.role for layer, info in zip(self._layers, measurement.layers, strict=False)):
+        """Take over the roles of layers: the first steps show which are readouts."""
+        pairs = list(zip(self._layers, measurement.layers, strict=False))
+        if all(layer.info.role == info.role for layer, info in pairs):
             return
-        pairs = zip(self._layers, measurement.layers, strict=False)
         self._layers = tuple(replace(layer, info=replace(layer.info, role=info.role)) for layer, info in pairs)
         self._leaders = [self._layers[unit.leader] for unit in self._units]
         self.wanted.layers = self._layers
 
-    def _of_group(self, group: Mapping[str, Any]) -> float:
-        """Return what the learning rate of a group is multiplied with before any layer's own multiplier."""
+    def _group_factor(self, group: Mapping[str, Any]) -> float:
+        """Return the factor on the learning rate of a group, apart from each layer's own multiplier."""
         if not self.correction.of_peak:
             return 1.0
-        return self._peaks.part(group) * self.wanted.of_depth * self.step_length.factor / self._rectified(group)
+        return self._peaks.part(group) * self.wanted.depth_factor * self.step_length.factor / self._rectification(group)
 
-    def _rectified(self, group: Mapping[str, Any]) -> float:
-        """Return what an optimizer multiplies the next step of a group with, where sizes go without that; else 1."""
+    def _rectification(self, group: Mapping[str, Any]) -> float:
+        """Return the factor of RAdam's rectification in the next step of a group, which is divided out; else 1."""
         if not self.correction.of_peak:
             return 1.0
         owner = next((self._owners[p] for p in group["params"] if p in self._owners), None)
@@ -139,53 +139,54 @@ class Corrector:
 
     @property
     def decision(self) -> str:
-        """Return what learning rates mean now, in a sentence; empty where they mean what they did."""
+        """The meaning of learning rates under the correction, in a sentence; empty where it has not changed."""
         if not self.correction.of_peak:
             return ""
         groups = self._groups()
-        held = {p for layer in self._layers for p in layer.sources} | self._unmeasured
+        corrected = {p for layer in self._layers for p in layer.sources} | self._unmeasured
+        left_out = {p for group in groups for p in group["params"]} - corrected
         meaning = self._peaks.meaning(groups, self.wanted.size, self.wanted.sizes)
-        like_others = "are not measured and take the usual rate of the others"
-        meaning += share_of(groups, self._unmeasured.__contains__, like_others)
-        return meaning + share_of(groups, lambda p: p not in held, "are left out and keep their learning rates")
+        meaning += share_of(groups, self._unmeasured, "are not measured and take the usual rate of the others")
+        return meaning + share_of(groups, left_out, "are left out and keep their learning rates")
 
     @property
     def unreached(self) -> str:
-        """Return, in a sentence, that learning rates fall again far below what counts as their peak; empty if not."""
+        """A sentence if learning rates fall again far below what counts as their peak; else empty."""
         return self._peaks.unreached(self._groups()) if self.correction.of_peak else ""
 
     def plan(self, parameters: Iterable[nn.Parameter], highest: float) -> None:
-        """Take the highest learning rate that the schedule of a parameter group comes to."""
+        """Take the highest learning rate that the schedule of a parameter group reaches."""
         self._peaks.plan(parameters, highest)
 
     def wants_loss(self, step: int) -> bool:
-        """Return whether the loss after a step is asked for, to see whether the step is too long."""
+        """Return whether the loss after a step is needed, to see whether the step is too long."""
         return self.correction.of_peak and self.step_length.due(step)
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """Layer -> what the optimizer's learning rate is multiplied with."""
+        """Layer -> factor on the optimizer's learning rate."""
         return {self._layers[i].info.name: value for i, value in self.by_layer().items()}
 
     @property
     def expected(self) -> dict[str, float]:
-        """Return operators whose updates are meant to be of another size than those of others -> how much."""
-        found = self.wanted.expected()
+        """Layers whose updates should differ in size from others -> by what factor."""
+        shares = self.wanted.expected()
         for i, factor in self._clip.factors.items():
             name = self._layers[i].info.name
-            found[name] = found.get(name, 1.0) * factor
-        return {name: share for name, share in found.items() if share != 1}
+            shares[name] = shares.get(name, 1.0) * factor
+        return {name: share for name, share in shares.items() if share != 1}
 
     def by_layer(self) -> dict[int, float]:
-        """Return the multipliers by index of the layer, at the learning rates of now."""
-        factors = self._of_groups()
+        """Return the multipliers by index of the layer, at the current learning rates."""
+        factors = self._group_factors()
         return {i: rate * factors.get(self._layers[i].sources[0], 1.0) for i, rate in self._by_member()}
 
-    def _of_groups(self) -> dict[nn.Parameter, float]:
-        return {p: part for group in self._groups() for part in [self._of_group(group)] for p in group["params"]}
+    def _group_factors(self) -> dict[nn.Parameter, float]:
+        pairs = [(group["params"], self._group_factor(group)) for group in self._groups()]
+        return {p: factor for parameters, factor in pairs for p in parameters}
 
     def code(self, names: Iterable[tuple[str, nn.Parameter]]) -> str:
-        """Return Python code that makes the optimizers with the learning rates found, as they are at the peak.
+        """Return Python code that makes the optimizers with the corrected learning rates, as they are at the peak.
 
         Args:
             names: of the network's parameters.
@@ -194,20 +195,20 @@ class Corrector:
         rates: dict[nn.Parameter, float] = {}
         for group in self._groups():
             highest = self._peaks.see(group).highest
-            # Without the correction an optimizer goes on multiplying its learning rate by that.
-            peaks |= dict.fromkeys(group["params"], highest * self._rectified(group))
-            rates |= dict.fromkeys(group["params"], highest) if highest else {}  # of what is left out
-        factors = self._of_groups()
-        found = {p: rate * factors[p] * peaks[p] for p, rate in self._by_parameter().items() if peaks.get(p)}
-        return param_groups_code(names, self._optimizers, rates | found)
+            # Without the correction the optimizer still multiplies its learning rate by the rectification.
+            peaks |= dict.fromkeys(group["params"], highest * self._rectification(group))
+            rates |= dict.fromkeys(group["params"], highest) if highest else {}  # for parameters left out
+        factors = self._group_factors()
+        corrected = {p: rate * factors[p] * peaks[p] for p, rate in self._by_parameter().items() if peaks.get(p)}
+        return param_groups_code(names, self._optimizers, rates | corrected)
 
     def _by_parameter(self) -> dict[nn.Parameter, float]:
-        found = {p: rate for i, rate in self._by_member() for p in self._layers[i].sources}
+        multipliers = {p: rate for i, rate in self._by_member() for p in self._layers[i].sources}
         groups = [[group["params"] for group in optimizer.param_groups] for optimizer in self._optimizers]
-        return usual_multipliers(found, self._unmeasured, groups) | found
+        return median_multipliers(multipliers, self._unmeasured, groups) | multipliers
 
     def _by_member(self) -> Iterator[tuple[int, float]]:
-        """Yield what the learning rate of each layer is multiplied with, before any factor of its group."""
+        """Yield the index of each layer and its own factor on the learning rate, apart from that of its group."""
         for unit, multiplier in zip(self._units, self._multipliers, strict=True):
             yield from ((i, multiplier.rate * self._clip.factors.get(i, 1.0)) for i in unit.members)
 
@@ -222,7 +223,7 @@ class Corrector:
         self._swap.arm()
 
     def disarm(self) -> None:
-        """Leave the optimizers alone again; safe at any time, also with a step open."""
+        """Stop correcting; safe at any time, also within a step."""
         self._swap.disarm()
 
     def update(
@@ -231,73 +232,73 @@ class Corrector:
         settings: Mapping[str, Hyperparameters] | None = None,
         uphill: bool = False,
     ) -> list[Change]:
-        """Move the multipliers by what a measured step showed, and say which.
+        """Change the multipliers by what a measured step showed, and return the changes.
 
         Policy ``"balance"`` begins to correct a layer when there is a verdict on its update. Where an update is too
-        small to be read, its multiplier grows step by step until it can be. A measurement that does not have all that
-        it takes changes nothing.
+        small to be read, its multiplier grows step by step until it can be. A measurement without all the quantities
+        that the policy needs changes nothing.
 
         Args:
             measurement: the newest one.
             settings: layer -> its optimizer's settings at that measurement.
-            uphill: whether that is why it has no ``edge``.
+            uphill: whether it has no ``edge`` because the step went uphill.
         """
         if self.correction.of_peak and "edge" in measurement.summary:
             self.step_length.see(measurement.step, measurement.summary["edge"], uphill)
         values, quantity = measurement.values, self.correction.quantities[0]
         if not values.keys() >= set(self.correction.quantities):
             return []
-        places = [self._place(unit) for unit in self._units]
+        indices = [self._observed_layer(unit) for unit in self._units]
         self._see_roles(measurement)
         self.wanted.see_start(measurement)
-        found = [(settings or {}).get(self._layers[i].info.name, UNKNOWN) for i in places]
-        rates = [float(values["lr"][i]) * its.rectified for i, its in zip(places, found, strict=True)]
+        settings = settings or {}
+        rates = [float(values["lr"][i]) * settings.get(self._layers[i].info.name, UNKNOWN).rectified for i in indices]
         silent: set[int] = set()
         if self.correction.policy == "fsc":
-            seen = block_contributions(measurement, self._layers, self._units, rates)
+            sizes = block_contributions(measurement, self._layers, self._units, rates)
         else:
             silent = cancelled(measurement, self._layers, list(map(self.wanted.follows_gradients, self._layers)))
-            seen = [observed(measurement, quantity, self._layers[i], i) for i in places]
-        factors = [float(values["lr_multiplier"][i]) for i in places]
-        wanted = self.wanted.per_rates(measurement, self._leaders, self._multipliers, seen, rates, factors)
+            sizes = [observed(measurement, quantity, self._layers[i], i) for i in indices]
+        factors = [float(values["lr_multiplier"][i]) for i in indices]
+        wanted = self.wanted.per_rates(measurement, self._leaders, self._multipliers, sizes, rates, factors)
         flagged = self.wanted.flagged(measurement)
         scheduled = [rate / factor for rate, factor in zip(rates, factors, strict=True)]
-        usual = geometric_median(rate for rate, x in zip(scheduled, seen, strict=True) if x > 0)
-        aims = [one * rate / m.rate for one, rate, m in zip(wanted, rates, self._multipliers, strict=True)]
-        leaving = self.correction.policy == "target" and leaves_zero(measurement, places, aims)
+        median_rate = geometric_median(rate for rate, size in zip(scheduled, sizes, strict=True) if size > 0)
+        aims = [per_rate * rate / m.rate for per_rate, rate, m in zip(wanted, rates, self._multipliers, strict=True)]
+        leaving = self.correction.policy == "target" and leaves_zero(measurement, indices, aims)
         changes = self._clip.update(measurement)
-        for k, (i, layer) in enumerate(zip(places, self._leaders, strict=True)):
-            name, multiplier = layer.info.name, self._multipliers[k]
-            before = multiplier.rate
-            if not (wanted[k] > 0 and rates[k] > 0 and (flagged is None or name in flagged or multiplier.is_known)):
+        for k, (i, layer) in enumerate(zip(indices, self._leaders, strict=True)):
+            name, multiplier, before = layer.info.name, self._multipliers[k], self._multipliers[k].rate
+            selected = flagged is None or name in flagged or multiplier.is_known
+            readable = wanted[k] > 0 and rates[k] > 0 and i not in silent
+            if not (selected and readable) or self._is_settled(k, measurement.step):
                 continue
-            if i in silent or self._is_settled(k, measurement.step):
-                continue
-            size, aim = seen[k], aims[k]  # as it should have been
-            if seen[k] > 0:
+            size, aim = sizes[k], aims[k]  # of the update, and as it should have been
+            if size > 0:
                 swings = self.wanted.follows_gradients(layer)
-                after = multiplier.right(measurement.step, seen[k], rates[k], wanted[k], swings)
-                after = min(after, self.wanted.most(layer, wanted[k], RISE * before if leaving else math.inf))
+                after = multiplier.factor_for(measurement.step, size, rates[k], wanted[k], swings)
+                rise = RISE * before if leaving else math.inf
+                after = min(after, self.wanted.highest_multiplier(layer, wanted[k], rise))
             else:
                 size = remnant(measurement, quantity, layer, i, aim)
                 if not size >= 0:
                     continue
                 after = before * min(RISE, aim / size if size > 0 else RISE)
-            low, high = self.wanted.limits(layer, multiplier, wanted[k], usual / scheduled[k])
-            inside = min(max(after, low), high)
-            limited = inside != after and low > 0  # by what the settings explain
-            if max(inside / before, before / inside) > DEADBAND:
-                multiplier.rate = inside
+            low, high = self.wanted.limits(layer, multiplier, wanted[k], median_rate / scheduled[k])
+            bounded = min(max(after, low), high)
+            limited = bounded != after and low > 0  # by what the settings explain
+            if max(bounded / before, before / bounded) > DEADBAND:
+                multiplier.rate = bounded
                 scale = factors[k] / before
-                new = limited and not multiplier.limited
-                changes.append(Change(name, before * scale, inside * scale, size, aim, quantity, new))
+                is_new = limited and not multiplier.limited
+                changes.append(Change(name, before * scale, bounded * scale, size, aim, quantity, is_new))
             multiplier.limited = limited
         if changes:
             self._swap.multipliers = self._by_parameter()
         return changes
 
-    def _place(self, unit: TiedLayers) -> int:
-        """Return the layer whose learning rate is looked at: of a block with frozen layers, one that is trained."""
+    def _observed_layer(self, unit: TiedLayers) -> int:
+        """Return the index of the layer that stands for a unit; in a block with frozen layers, a trained one."""
         if self.correction.policy != "fsc":
             return unit.leader
         return next((i for i in unit.members if self._layers[i].sources[0].requires_grad), unit.leader)
@@ -324,7 +325,7 @@ class Corrector:
         """Go on from what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: it is of other layers, of another policy or size, or of an earlier version.
+            ValueError: the state has other layers, another policy or size, or is of an earlier version.
         """
         names = [layer.info.name for layer in self._leaders]
         if state["policy"] != self.correction.policy:

@@ -1,4 +1,4 @@
-"""The multiplier of a layer: what is known of its updates, the learning rate that follows, and changes of it."""
+"""The multiplier of a layer, the tracked size of its updates that it follows from, and its changes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from spectral_monitor.correction.smoothing import Tracker
 
 @dataclass
 class Multiplier:
-    """Factor on a learning rate, and what it follows from."""
+    """A factor on a learning rate, and the size of updates that it follows from."""
 
-    rate: float  # that factor
-    lowest: float = math.inf  # the lowest that was found to be right so far
+    rate: float  # the factor
+    lowest: float = math.inf  # the lowest factor that was right for a measured update
     since: int = 0  # step of the first reading; 0 before there is one
-    # logarithm of updates for each unit of learning rate, followed through noise
-    size: Tracker = field(default_factory=Tracker)
+    size: Tracker = field(default_factory=Tracker)  # logarithm of updates for each unit of learning rate, smoothed
     limited: bool = False  # whether it is held at a limit
 
     @property
@@ -25,15 +24,15 @@ class Multiplier:
         """Return whether an update was ever read."""
         return not math.isnan(self.size.level)
 
-    def right(self, step: int, update: float, lr: float, wanted: float, swings: bool = False) -> float:
-        """Return the factor that makes updates as large as is wanted, by this one and those before.
+    def factor_for(self, step: int, update: float, lr: float, wanted: float, swings: bool = False) -> float:
+        """Return the factor that gives updates the wanted size, by this measured update and those before.
 
         Args:
-            step: at which it was measured.
+            step: of the measurement.
             update: its size, above 0.
-            lr: the learning rate it was made with, multiplied.
-            wanted: size over the learning rate that is multiplied.
-            swings: whether it goes with the gradient, and so is close to 0 now and then.
+            lr: its learning rate, multiplied.
+            wanted: size over the learning rate before its multiplier.
+            swings: whether updates grow with the gradient, and so are close to 0 now and then.
         """
         self.since = self.since or step
         self.lowest = min(self.lowest, wanted * lr / update)
@@ -45,7 +44,7 @@ class Multiplier:
 
     @classmethod
     def loaded(cls, state: list[Any], limited: bool) -> Multiplier:
-        """Return what goes on from :meth:`state`."""
+        """Return a multiplier that goes on from :meth:`state`."""
         rate, lowest, since, *size = state
         return cls(rate, lowest, since, Tracker(*size), limited)
 
@@ -54,15 +53,15 @@ class Multiplier:
 class Change:
     """A multiplier that was changed."""
 
-    layer: str  # whose; where several layers share one, the one whose rule counts
+    layer: str  # its name; where several layers share one multiplier, the one whose rule counts
     before: float
     after: float
-    observed: float  # of the update, in the policy's quantity
-    wanted: float  # the same, as the policy wants it
+    observed: float  # the update, in the policy's quantity
+    wanted: float  # the update that the policy wants
     quantity: str  # the policy's
-    limited: bool = False  # whether it is now further off than the settings explain, and held there
+    limited: bool = False  # whether it is now held at the limit that the settings explain
 
     @property
     def factor(self) -> float:
-        """Return by how much it was changed, whichever way."""
+        """The ratio of the two, at least 1."""
         return max(self.after / self.before, self.before / self.after)

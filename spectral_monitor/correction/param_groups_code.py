@@ -1,4 +1,4 @@
-"""Corrected learning rates as Python code, to be taken over without the correction."""
+"""Corrected learning rates as Python code, for training without the correction."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from spectral_monitor.correction.peak_rates import NAMES
 
 _OWN = frozenset({"params", "lr", "name", "param_names", "parameter_names", *NAMES, "min_lr"})
-"""Options of a group that are not taken over: what is written again, and what schedules note."""
+"""Options of a group that are not copied: those written separately, and notes of schedules."""
 _CYCLED = frozenset({"momentum", "betas", "max_momentum", "base_momentum"})
-"""What schedules that name a ``max_momentum`` note, or move up and down."""
+"""Options that schedules with a ``max_momentum`` note, or move up and down."""
 
 BEGIN = """\
 # Training from scratch, begin at a tenth of these rates, about as the correction did.
@@ -37,14 +37,15 @@ def param_groups_code(
 
     Args:
         names: of the parameters.
-        optimizers: those there are; options in which a group differs from its optimizer's defaults are taken over.
-        rates: parameter -> learning rate, at the peak of the schedule; others keep that of their group.
+        optimizers: of the run; options in which a group differs from its optimizer's defaults are copied.
+        rates: parameter -> learning rate at the peak of the schedule; other parameters keep that of their group.
 
     Example:
         >>> import torch
         >>> net = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.AdamW(net.parameters(), lr=0.001, weight_decay=0.1)
-        >>> print(param_groups_code(net.named_parameters(), [optimizer], {net.weight: 0.004, net.bias: 0.0005}))
+        >>> rates = {net.weight: 0.004, net.bias: 0.0005}
+        >>> print(param_groups_code(net.named_parameters(), [optimizer], rates).partition("# Training from")[0])
         import torch
         named = dict(self.named_parameters())
         groups = [
@@ -55,34 +56,29 @@ def param_groups_code(
             [{**group, "params": [named[name] for name in group["params"]]} for group in groups],
             weight_decay=0.1,
         )
-        # Training from scratch, begin at a tenth of these rates, about as the correction did.
-        # This method of the module does so under any scheduler:
-        # def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
-        #     rates = [group["lr"] for group in optimizer.param_groups]
-        #     for group in optimizer.param_groups:
-        #         group["lr"] = group["lr"] * (0.1 if self.trainer.global_step < 48 else 1.0)
-        #     super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        #     for group, rate in zip(optimizer.param_groups, rates):
-        #         group["lr"] = rate
+        <BLANKLINE>
     """
-    known = {parameter: name for name, parameter in names}
+    name_of = {parameter: name for name, parameter in names}
     imported, lines = {"torch": "import torch"}, ["named = dict(self.named_parameters())"]
     for number, optimizer in enumerate(optimizers):
         suffix = f"_{number}" if len(optimizers) > 1 else ""
         kind = _class(type(optimizer), imported, suffix)
         lines += [f"groups{suffix} = ["]
         for group in optimizer.param_groups:
-            left = _OWN | _CYCLED if "max_momentum" in group else _OWN
-            own = {k: value for k, value in group.items() if k not in left and optimizer.defaults.get(k) != value}
-            for rate, members in _by_rate(group["params"], rates, float(group["lr"])).items():
-                options = {"params": [known.get(p, "?") for p in members], "lr": float(f"{rate:.4g}"), **own}
+            left_out = _OWN | _CYCLED if "max_momentum" in group else _OWN
+            own = {k: value for k, value in group.items() if k not in left_out and optimizer.defaults.get(k) != value}
+            members: dict[float, list[str]] = {}  # learning rate -> names of its parameters
+            for parameter in group["params"]:
+                members.setdefault(rates.get(parameter, float(group["lr"])), []).append(name_of.get(parameter, "?"))
+            for rate, parameter_names in members.items():
+                options = {"params": parameter_names, "lr": float(f"{rate:.4g}"), **own}
                 cells = ", ".join(f'"{key}": {_code(value)}' for key, value in options.items())
                 lines.append(f"    {{{cells}}},")
         lines += [
             "]",
             f"optimizer{suffix} = {kind}(",
             f'    [{{**group, "params": [named[name] for name in group["params"]]}} for group in groups{suffix}],',
-            *(f"    {key}={_code(value)}," for key, value in _given(optimizer).items()),
+            *(f"    {key}={_code(value)}," for key, value in _arguments(optimizer).items()),
             ")",
         ]
     if any("max_lr" in group for optimizer in optimizers for group in optimizer.param_groups):
@@ -91,9 +87,9 @@ def param_groups_code(
 
 
 def _class(kind: type[Optimizer], imported: dict[str, str], suffix: str) -> str:
-    """Return what a class is called in the code, and note what has to be imported for that: name -> import.
+    """Return the name of a class in the code, and add the import that it needs to ``imported``: name -> import.
 
-    A class of the script that runs, or of a function, cannot be imported: it is called as it is there.
+    A class of the running script, or of a function, cannot be imported: it keeps its plain name.
     """
     if getattr(torch.optim, kind.__name__, None) is kind:
         return f"torch.optim.{kind.__name__}"
@@ -107,19 +103,10 @@ def _class(kind: type[Optimizer], imported: dict[str, str], suffix: str) -> str:
     return ".".join([outer, *inner])
 
 
-def _by_rate(
-    parameters: Sequence[nn.Parameter], rates: Mapping[nn.Parameter, float], own: float
-) -> dict[float, list[nn.Parameter]]:
-    found: dict[float, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(rates.get(parameter, own), []).append(parameter)
-    return found
-
-
-def _given(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the arguments that an optimizer was given and its class does not have by itself."""
-    usual = {name: each.default for name, each in signature(type(optimizer)).parameters.items() if name != "lr"}
-    return {key: value for key, value in optimizer.defaults.items() if key in usual and usual[key] != value}
+def _arguments(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the arguments of an optimizer that differ from the defaults of its class."""
+    defaults = {name: each.default for name, each in signature(type(optimizer)).parameters.items() if name != "lr"}
+    return {key: value for key, value in optimizer.defaults.items() if key in defaults and defaults[key] != value}
 
 
 def _code(value: Any) -> str:

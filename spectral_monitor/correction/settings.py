@@ -20,37 +20,37 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 class LRCorrection:
     """Settings of a learning-rate correction.
 
-    Every policy wants something of each layer's update, and multiplies the layer's learning rate until it has it:
+    Every policy wants a size of each layer's update, and multiplies the layer's learning rate until it has that size:
 
-    * ``"target"``: every layer's ``update_natural`` equal to ``size`` at the peak of the schedule, times a share that
-      depends on the layer's kind and the optimizer's alone. The best size does not depend on the width.
-    * ``"balance"``: an operator with a verdict on its update, whose cause is in the settings, comes to the geometric
-      median of ``update_natural`` over all operators, and is kept there. The learning rate means what it did, and
-      layers that are in order keep theirs.
+    * ``"target"``: every layer's ``update_natural`` equals ``size`` at the peak of the schedule, times a share that
+      depends only on the kinds of layer and optimizer. The best size does not depend on the width.
+    * ``"balance"``: an operator with a verdict on its update, caused by the settings, gets the geometric median of
+      ``update_natural`` over all operators, and is kept there. The learning rate keeps its meaning, and healthy layers
+      keep theirs.
     * ``"reference"``: the ``update_natural`` of a profile recorded on a tuned narrow run, scaled by the learning rates.
-    * ``"fsc"``: the contribution of every block of parameters to the loss decrease equal to the learning rate over the
-      number ``L`` of blocks, so that all together take the learning rate off the loss. For plain gradient descent
+    * ``"fsc"``: the contribution of every block of parameters to the loss decrease equals the learning rate over the
+      number ``L`` of blocks, so that all together lower the loss by the learning rate. For plain gradient descent
       ``eta = lr / (L |g|^2)`` (Feature Speed Formula, Eq. 8). A block is a matrix with the bias beside it, the gain and
-      bias of a norm, or a parameter that stands alone. What has no gradient, and gains and lone biases in half
+      bias of a norm, or a parameter that stands alone. Parameters without a gradient, and gains and lone biases in half
       precision, whose updates rounding hides, are left alone.
 
     Attributes:
         policy: one of the four.
         reference: the profile's file, for ``"reference"``.
-        size: for ``"target"``, the natural norm of a step's change of an operator at the peak of the schedule, whatever
-            learning rate the optimizer was given: that has only the schedule's shape, ``lr / peak``. ``"lr"``: the
-            optimizer's learning rate is the size.
-        polyak: for ``"fsc"``, the loss that can be reached, such as 0: all blocks together are to take ``lr (loss -
-            polyak)`` off the loss, Polyak's step at ``lr=1``. It needs the loss of the whole batch, whose forward runs
-            once more after a measured step. At or below ``polyak`` multipliers stay.
-        qk_clip: the largest attention logit that may be, such as 100; ``None`` for no limit. Above it the learning
-            rates of the block's queries and keys are lowered, whatever the policy; weights stay. A projection that
-            makes the values too is slowed as a whole.
+        size: for ``"target"``, the natural norm of an operator's update at the peak of the schedule. The optimizer's
+            learning rate gives only the schedule's shape, ``lr / peak``. ``"lr"``: the optimizer's learning rate is
+            the size.
+        polyak: for ``"fsc"``, the lowest possible loss, such as 0: all blocks together lower the loss by ``lr (loss -
+            polyak)``, Polyak's step at ``lr=1``. It needs the loss of the whole batch, whose forward runs once more
+            after a measured step. At or below ``polyak`` multipliers stay.
+        qk_clip: the largest allowed attention logit, such as 100; ``None`` for no limit. Above it the learning rates of
+            the block's queries and keys are lowered, whatever the policy; weights stay. A projection that makes the
+            values too is slowed as a whole.
         limits: the smallest and the largest multiplier, relative to what the optimizer's settings explain.
-        spectral_init: first rescale the measured weights as :func:`spectral_init_` does: a number to that natural norm,
-            ``True`` to 2, which keeps the size of features, or to 1.25 in a network with normalization layers whose
-            readout is not tied to an embedding. ``"auto"``: as ``True``, but only weights that were just drawn, not
-            loaded ones, nor anything beside frozen weights or adapters.
+        spectral_init: first rescale the measured weights, as :func:`spectral_init_` does, to this natural norm.
+            ``True``: to 2, which keeps the size of features, or to 1.25 in a network with normalization layers whose
+            readout is not tied to an embedding. ``"auto"``: as ``True``, but only freshly drawn weights, not loaded
+            ones, and nothing beside frozen weights or adapters.
 
     Raises:
         ValueError: an unknown policy, a number out of range, a reference without its policy or the other way round.
@@ -70,8 +70,8 @@ class LRCorrection:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            whole = isinstance(self.policy, LRCorrection)  # SpectralMonitor and SpectralProbe take one
-            hint = "; give its arguments themselves, as in SpectralLRCorrector(size=1/16)" if whole else ""
+            is_correction = isinstance(self.policy, LRCorrection)  # which SpectralMonitor and SpectralProbe take
+            hint = "; give its arguments themselves, as in SpectralLRCorrector(size=1/16)" if is_correction else ""
             raise ValueError(f"unknown policy {self.policy!r}; valid policies: {', '.join(POLICIES)}{hint}")
         if (self.reference is not None) != (self.policy == "reference"):
             raise ValueError(
@@ -114,7 +114,7 @@ class LRCorrection:
 def with_loss(
     replay_samples: int | Literal["auto"] | None, correction: LRCorrection | None
 ) -> int | Literal["auto"] | None:
-    """Return how many samples run again: all of them if the correction needs the loss.
+    """Return the number of samples in the replay: all of them (``None``) if the correction needs the loss.
 
     Raises:
         ValueError: fewer were asked for.

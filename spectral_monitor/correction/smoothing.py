@@ -1,6 +1,4 @@
-"""Numbers that a correction follows from measurement to measurement, through noise: the size of updates, and how far
-steps go along their own line.
-"""
+"""Smoothed numbers that a correction tracks through noise: the size of updates, and the edge of steps."""
 
 from __future__ import annotations
 
@@ -10,55 +8,54 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-MEMORY = 0.3
+NEWEST_WEIGHT = 0.3
 """Weight of the newest error among those that set the pace."""
-SLOWEST = 0.2
-"""Least part of an error that is made up for."""
+MIN_PACE = 0.2
+"""The smallest part of an error that is made up for."""
 
-BELOW, ABOVE = 0.35, 0.5
-"""Where values swing, how far below the level one counts at most, and how far above it the newest may be. They are
-logarithms: 0.7 of what the level stands for, and 1.65 times that.
+MAX_BELOW, MAX_ABOVE = 0.35, 0.5
+"""Where values swing: a lower value counts as this far below the level, and the level stays this close below a higher
+one. They are logarithms: factors of 0.7 and 1.65.
 
-Gradients without norms may be a hundredth of the last ones at one step and a hundred times as large at the next. A mean
-of logarithms follows the small ones, and the steps after them were far too long: recommenders and residual networks
-without norms were lost under SGD.
+In networks without normalization gradients may fall to a hundredth at one step and grow a hundredfold at the next. A
+mean of logarithms follows the small ones, and later steps are far too long (docs/adr/0006).
 """
 
 LONGEST = 1.4
-"""The largest ``edge`` that is left alone: of longer steps, half of one would have lowered the loss further.
+"""The largest ``edge`` that is left alone: half of a longer step would have lowered the loss further.
 
-For a loss that is quadratic along the step that is from 4/3 on. Networks that train well are at 0.1 to 1.
+Where the loss is quadratic along the step that holds from 4/3 on. Networks that train well are at 0.1 to 1.
 """
 LONGEST_PROPORTIONAL = 1.0
-"""The same where updates go with gradients, as under SGD: steps that are too long make the next ones longer still."""
+"""The same where updates grow with gradients, as under SGD: there a step that is too long makes the next longer."""
 UPHILL_EDGE = 2.0
-"""The edge of a step that gains nothing. What is larger counts as this. So does a step that goes uphill, as the
-gradient of its own batch says: momentum carries on where the steps before went past the lowest point.
+"""The edge of a step that gains nothing. Larger edges count as this, and so do steps uphill against the gradient of
+their own batch, where momentum has carried past the lowest point.
 """
 EDGES = 3
-"""The mean of so many edges, the latest ones, makes steps shorter or longer.
+"""Steps become shorter or longer by the mean of so many of the latest edges.
 
-With little noise edges swing about 1, for momentum carries steps past the lowest point and back, and the loss falls
-all the same. A median, or the largest, would shorten these steps. That only makes the loss steeper (Cohen and others,
-2021), and steps are shortened again, until nothing is learnt. Steps that are really too long have edges of 2 each time.
+With little noise edges swing about 1, for momentum carries steps past the lowest point and back, and the loss still
+falls. A median, or the largest, would shorten these steps again and again (docs/adr/0012). Steps that are really too
+long have edges of 2 each time.
 """
 RISE = 2**0.125
-"""Factor by which steps become longer again, at most, each time one is looked at."""
+"""The largest factor by which steps become longer at a time."""
 SHORTEST = 1 / 64
-"""Part of their length that is left at least."""
-FRUITLESS = 3
-"""So many edges in a row that stay too large at that length show that gradients are not those of the loss."""
+"""The smallest factor on the length of steps."""
+MAX_FRUITLESS = 3
+"""So many large edges in a row at that length show that the gradients are not those of the loss."""
 PROBED, PROBES = 1 / 2, 6
-"""Before steps become shorter than this, up to so many of the shortest length tell whether that helps at all."""
-PART, SELDOM = 4, 50
-"""While all is well a run looks again when it has become a quarter longer, or after so many steps."""
+"""Before the factor falls below the first number, up to so many of the shortest steps show whether that helps."""
+RUN_PARTS, MAX_STEPS_BETWEEN = 4, 50
+"""While edges are healthy the next one is taken after a quarter of the steps so far, or after at most 50 steps."""
 
 
 @dataclass
 class Tracker:
-    """Exponential smoothing that is as fast as its errors agree (Trigg and Leach, 1967).
+    """Exponential smoothing whose pace grows as its errors agree (Trigg and Leach, 1967).
 
-    Errors that all go one way are drift, and made up for in full; errors that cancel out are noise, and mostly left.
+    Errors of one sign are drift, which is followed in full; errors that cancel out are noise, which is mostly ignored.
 
     Example:
         >>> drift, noise = Tracker(), Tracker()
@@ -67,9 +64,9 @@ class Tracker:
         (True, True)
     """
 
-    level: float = math.nan  # where the number is; NaN before it was seen
-    bias: float = 0.0  # mean error, signs counted
-    spread: float = 0.0  # mean size of errors
+    level: float = math.nan  # the smoothed number; NaN before the first value
+    bias: float = 0.0  # mean error
+    spread: float = 0.0  # mean absolute error
 
     def see(self, value: float, swings: bool = False) -> float:
         """Take in the next value and return the level.
@@ -81,13 +78,13 @@ class Tracker:
             return value
         error = value - self.level
         if swings:
-            error = max(error, -BELOW)
-        self.bias += MEMORY * (error - self.bias)
-        self.spread += MEMORY * (abs(error) - self.spread)
+            error = max(error, -MAX_BELOW)
+        self.bias += NEWEST_WEIGHT * (error - self.bias)
+        self.spread += NEWEST_WEIGHT * (abs(error) - self.spread)
         pace = abs(self.bias) / self.spread if self.spread > 0 else 1.0
-        self.level += max(SLOWEST, pace) * error
+        self.level += max(MIN_PACE, pace) * error
         if swings:
-            self.level = max(self.level, value - ABOVE)
+            self.level = max(self.level, value - MAX_ABOVE)
         return self.level
 
     def state(self) -> list[float]:
@@ -96,32 +93,31 @@ class Tracker:
 
 
 class StepLength:
-    """The part of their length that steps have, by the ``edge`` of some of them.
+    """A factor on the length of steps, set by the ``edge`` of measured ones.
 
-    Norms of weights tell how large a step is, not what the loss makes of it: factors behind a layer, as in a SIREN, and
-    curvature stay unseen. ``edge`` sees both. It goes with the length of the step, so that one measurement tells which
-    length would be right.
+    Norms of weights show how large a step is, but neither factors behind a layer, as in a SIREN, nor curvature.
+    ``edge`` shows both. It is proportional to the length of the step, so one measurement gives the right length.
 
     Args:
         longest: the largest edge that is left alone.
 
     Attributes:
-        factor: that part, from 1/64 to 1.
+        factor: on the length of steps, from 1/64 to 1.
         given_up: whether the loss does not follow its gradients, as with straight-through estimators; steps then keep
             their length.
-        edge: the mean of the latest, for steps as long as the one that was seen last.
+        edge: the mean of the latest edges, for steps as long as the last one.
         probing: whether the next step has the shortest length, to see whether shorter steps help.
     """
 
     def __init__(self, longest: float = LONGEST) -> None:
         self.factor, self.given_up, self.edge = 1.0, False, math.nan
         self._longest = longest
-        self._curvatures: list[float] = []  # latest edges, at full length
+        self._curvatures: list[float] = []  # latest edges, for steps of full length
         self._next, self._fruitless = 1, 0
         self.probing, self._probed = False, False
 
     def due(self, step: int) -> bool:
-        """Return whether a step is looked at, if it is one that is measured."""
+        """Return whether the edge of a step is needed, if the step is measured."""
         return not self.given_up and step >= self._next
 
     def see(self, step: int, edge: float, uphill: bool = False) -> float:
@@ -131,33 +127,33 @@ class StepLength:
         """
         if self.given_up:
             return self.factor
-        # Now and then while all is well; at each measurement while steps are too long or nearly so.
+        # Seldom while edges are healthy; at each measurement while steps are too long or nearly so.
         watchful = self.factor < 1 or uphill or edge > self._longest / 2
-        self._next = step + (1 if watchful else min(max(1, step // PART), SELDOM))
+        self._next = step + (1 if watchful else min(max(1, step // RUN_PARTS), MAX_STEPS_BETWEEN))
         if self.probing:
             return self._probe(edge)
         edge = UPHILL_EDGE if uphill else edge
         if not math.isfinite(edge):
             return self.factor
-        counts = min(max(edge, 0.0), UPHILL_EDGE)
-        self._curvatures = [*self._curvatures, counts / self.factor][-EDGES:]
+        bounded = min(max(edge, 0.0), UPHILL_EDGE)
+        self._curvatures = [*self._curvatures, bounded / self.factor][-EDGES:]
         if len(self._curvatures) < EDGES:
             return self.factor
         self.edge = statistics.fmean(self._curvatures) * self.factor
         self._fruitless = self._fruitless + 1 if self.factor == SHORTEST and edge > self._longest else 0
-        # At once where they are too long, by and by where they may be longer again.
+        # Shorter at once, longer only step by step.
         self.factor = min(self._right(), RISE * self.factor)
         if self.factor < PROBED and not self._probed:
             self.factor, self.probing, self._probed = SHORTEST, True, True
-        if self._fruitless == FRUITLESS:
+        if self._fruitless == MAX_FRUITLESS:
             self.factor, self.given_up = 1.0, True
         return self.factor
 
     def _probe(self, edge: float) -> float:
-        """Take in the edge of a step that was as short as can be, where longer ones were all too long.
+        """Take in the edge of a step of the shortest length, after longer ones were all too long.
 
-        It is next to 0 where a loss follows its gradients. In a network that has just been thrown off it takes a few
-        steps to come down.
+        It is close to 0 where a loss follows its gradients. In a network that was just disturbed it takes a few steps
+        to fall.
         """
         self._fruitless = self._fruitless + 1 if edge > self._longest / 2 else 0
         if self._fruitless == PROBES and edge > self._longest:
@@ -167,7 +163,7 @@ class StepLength:
         return self.factor
 
     def _right(self) -> float:
-        """Return the factor of the length at which edges are as large as they may be."""
+        """Return the factor with which edges have the largest healthy size."""
         mean = statistics.fmean(self._curvatures)
         return min(max(self._longest / mean, SHORTEST), 1.0) if mean > 0 else 1.0
 
@@ -184,7 +180,7 @@ class StepLength:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; nothing has been seen yet where a run of before had no such state."""
+        """Go on from a state; begin afresh if the earlier run had none."""
         self.factor, self.given_up = float(state.get("factor", 1.0)), bool(state.get("given_up", False))
         self._curvatures = [float(edge) for edge in state.get("curvatures", ())]
         self._next, self._fruitless = int(state.get("next", 1)), int(state.get("fruitless", 0))

@@ -14,7 +14,14 @@ from spectral_monitor.condition.optimizers.left_out import FRESH
 from spectral_monitor.condition.optimizers.recipe import relative_rates
 from spectral_monitor.condition.row import Row
 from spectral_monitor.correction.multiplier import Multiplier
-from spectral_monitor.correction.policies import ALONE, balanced, explained, momentum_share, share, wanted_decrease
+from spectral_monitor.correction.policies import (
+    LONE_READOUT_SHARE,
+    balanced,
+    explained,
+    momentum_share,
+    share,
+    wanted_decrease,
+)
 from spectral_monitor.correction.settings import LRCorrection
 from spectral_monitor.correction.update_size import shows_contribution
 from spectral_monitor.fitting.medians import geometric_median
@@ -23,38 +30,40 @@ from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.layer_position import data_reader
 
 TRIAL, TRIAL_RATE = 0.01, 1e-4
-"""Multiplier of a layer's first step, or its largest learning rate where that has only a schedule's shape, under
-optimizers whose updates are as large as the gradient happens to be.
+"""Multiplier of a layer's first step under optimizers whose updates grow with the gradient, and the largest learning
+rate of that step where the optimizer's has only the shape of a schedule.
 """
 
 EMBEDDING_RATE = 4.0
-"""The learning rate of an embedding under Adam, over the wanted size of its steps, is this at most.
+"""The largest learning rate of an embedding under Adam, over the wanted size of its steps.
 
 Where gradients are mere noise entries move by a quarter of the learning rate, and steps still have their size. In front
-of a layer norm gradients fall as rows grow: without a limit rows of a CLIP grew the more, and decay took them away.
+of a layer norm gradients fall as rows grow. Without a limit rows of a CLIP grew further, and decay removed them.
 """
 SHALLOW, ADDS_UP = 6, 2.0
-"""With more matrices in a row than the first, what they change adds up, and steps have the second over their number of
-their size. On noisy digits the best size of perceptrons of 2, 4, 8 and 14 layers is 1/4, 1/16, 1/32 and 1/32, with
-layer norms too. With batch norms it is 1/8 at any depth. So it is where the loss is not over classes: the squared error
-of autoencoders of 8, 10 and 12 layers is 1.4 to 1.6 times as large with the smaller steps.
+"""In a chain of more matrices than the first number, their changes add up: steps are multiplied by the second over the
+number of matrices. On noisy digits the best size of perceptrons of 2, 4, 8 and 14 layers is 1/4, 1/16, 1/32 and 1/32,
+with layer norms too. With batch norms it is 1/8 at any depth. The same holds where the loss is not over classes: the
+squared error of autoencoders of 8, 10 and 12 layers is 1.4 to 1.6 times as large with the smaller steps.
 """
 BRANCHES = 9
-"""Beyond so many residual branches steps have the root of this over their number of their size.
+"""With more residual branches than this, steps are multiplied by the root of this over the number of branches.
 
-What branches change adds up on the residual stream. Recipes that sizes were found on have at most nine. With 25
+Changes by branches add up on the residual stream. The recipes that sizes were tuned on have at most nine. With 25
 branches a ViT ends 6 % lower at half the size, a post-norm transformer 16 %, one with PyTorch's weights 1 %.
 """
-SMALLER = 0.4
-"""Where half of the operators began with so much smaller entries than the others, steps keep their size. GPT-2's
-initialization divides those of ends of branches by the root of their number. With eleven branches halves are 0.32 of
-each other, with other initializations 0.64 to 1. With 25 branches GPT-2 ends 1 to 2 % higher with smaller steps.
+UNEVEN_START = 0.4
+"""Ratio between the initial entries of half of the operators and of the others, below which steps keep their size.
+
+GPT-2's initialization divides the last matrix of each branch by the root of the number of branches. With eleven
+branches the ratio is 0.32, with other initializations 0.64 to 1. With 25 branches GPT-2 ends 1 to 2 % higher with
+smaller steps.
 """
 
 MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam"})
-"""Causes that policy ``"balance"`` acts on: they stand in the settings, and a learning rate of one layer mends them.
+"""Causes that policy ``"balance"`` acts on: settings are wrong, and the learning rate of one layer mends them.
 
-Under NTK scaling most rates are too small; balance would lower that of the layer that is in order (docs/repair.md).
+Under NTK scaling most rates are too small; balance would lower that of the healthy layer (docs/repair.md).
 """
 
 
@@ -62,20 +71,20 @@ class WantedUpdates:
     """Sizes that a correction wants the updates of every layer to have.
 
     Attributes:
-        size: of a step at the peak of its learning rate; 1 where the learning rate is that.
+        size: of a step at the peak of its learning rate; 1 where the learning rate itself is the size.
         layers: of the network.
         settings: layer -> its optimizer's settings.
         began: layer -> natural norm of its first weights.
         trained: layers whose weights an earlier training left.
-        scales: number of rows -> what the network multiplies embeddings with so many by.
+        scales: number of rows -> the network's factor on embeddings with so many rows.
         depth: of the network between the inputs and a loss over classes; none for other losses.
-        relative: layer -> its learning rate beside those of others, as the user has set them apart.
+        relative: layer -> its learning rate over that of others, as the user has set them.
     """
 
     def __init__(
         self, correction: LRCorrection, layers: Sequence[Layer], settings: Mapping[str, Hyperparameters]
     ) -> None:
-        """``settings`` are those of now; :meth:`take` has later ones."""
+        """``settings``: the current ones; :meth:`take` takes later ones."""
         self._correction, self.layers = correction, layers
         self._input = data_reader([layer.info for layer in layers])
         self._profile: Profile | None = None
@@ -88,27 +97,27 @@ class WantedUpdates:
         self.scales: Mapping[int, float] = {}
         self.depth, self._uneven = Depth(), False
         self.relative: dict[str, float] = {}
-        families = {of.family for of in settings.values() if of.optimizer}
-        # What is unfrozen later may go to any of them: so the rule of those whose first updates can be too large.
-        self._late = "adam" if "adam" in families else min(families, default="")
+        families = {each.family for each in settings.values() if each.optimizer}
+        # Layers unfrozen later may go to any of them: assume the one whose first updates can be too large.
+        self._late_family = "adam" if "adam" in families else min(families, default="")
         self.take(settings)
 
     def take(self, settings: Mapping[str, Hyperparameters]) -> None:
-        """Take in settings, as when parameter groups were added."""
+        """Take over new settings, after parameter groups were added."""
         self.settings = settings
-        self._alone = self._readout_is_alone()
+        self._readout_factor = self._lone_readout_factor()
         if self._correction.of_peak:
             self.relative = relative_rates(self.layers, settings)
 
     @property
     def sizes(self) -> list[float]:
-        """Return the sizes of steps at the peak under each of the optimizers, smallest first."""
-        size = self.size * (ALONE if self._alone else 1.0)
-        return sorted({size * momentum_share(of) for of in self.settings.values() if of.optimizer}) or [size]
+        """The sizes of steps at the peak under each of the optimizers, smallest first."""
+        size = self.size * self._readout_factor
+        return sorted({size * momentum_share(each) for each in self.settings.values() if each.optimizer}) or [size]
 
     @property
-    def of_depth(self) -> float:
-        """The part of their size that steps have in deep networks."""
+    def depth_factor(self) -> float:
+        """The factor on the size of steps in deep networks."""
         if not self._correction.of_peak:
             return 1.0
         chain = ADDS_UP / self.depth.matrices if self.depth.matrices > SHALLOW else 1.0
@@ -127,29 +136,29 @@ class WantedUpdates:
             if math.isfinite(began := self.began.get(info.name, math.nan))
         )
         half = len(entries) // 2
-        return half > 0 and statistics.median(entries[:half]) < SMALLER * statistics.median(entries[half:])
+        return half > 0 and statistics.median(entries[:half]) < UNEVEN_START * statistics.median(entries[half:])
 
     def family(self, layer: Layer) -> str:
         """Return the kind of optimizer that a layer has, or may have once it is unfrozen."""
-        of = self.settings[layer.info.name]
-        return of.family if of.optimizer else self._late
+        own = self.settings[layer.info.name]
+        return own.family if own.optimizer else self._late_family
 
     def follows_gradients(self, layer: Layer) -> bool:
-        """Return whether nothing but the gradient says how large its updates are."""
+        """Return whether the gradient alone determines how large its updates are."""
         return math.isnan(explained(layer, self.family(layer))[0])
 
-    def first(self, layer: Layer) -> float:
+    def first_multiplier(self, layer: Layer) -> float:
         """Return the multiplier of the first step, when only the kind of optimizer is known."""
         policy = self._correction.policy
-        left = {"balance": True, "reference": not layer.info.is_dense, "fsc": not shows_contribution(layer)}
-        if left.get(policy):
+        untouched = {"balance": True, "reference": not layer.info.is_dense, "fsc": not shows_contribution(layer)}
+        if untouched.get(policy):
             return 1.0
         if policy == "fsc" or self.follows_gradients(layer):
             peak = self.settings[layer.info.name].peak
             return min(peak, TRIAL_RATE) if self._correction.of_peak and peak > 0 else TRIAL
         wanted = self._per_rate(layer, 1)
         if layer.info.role == "embedding" and layer.info.name not in self.began:
-            # A whole step would write over a table that was loaded or drawn small, which is not known yet.
+            # A full step would overwrite a table that was loaded or drawn small, which is not known yet.
             wanted *= share(layer, 0.0, trained=True)
         return wanted / explained(layer, self.family(layer))[1]
 
@@ -158,24 +167,23 @@ class WantedUpdates:
         name = layer.info.name
         scale = self.scales.get(layer.info.shape[0], 1.0) if layer.info.role == "embedding" else 1.0
         began = self.began.get(name, math.nan) * scale
-        found = share(layer, began, name == self._input, name in self.trained) / scale
-        if not self._correction.of_peak:
-            return found
-        return found * momentum_share(self.settings[name]) * (ALONE if self._alone else 1.0)
+        size = share(layer, began, name == self._input, name in self.trained) / scale
+        return size * momentum_share(self.settings[name]) * self._readout_factor if self._correction.of_peak else size
 
-    def _readout_is_alone(self) -> bool:
-        """Return whether a readout is the only matrix that is trained now, as in a linear probe."""
-        held = [layer for layer in self.layers if self.settings[layer.info.name].optimizer]
-        trained = [layer for layer in held if any(source.requires_grad for source in layer.sources)]
+    def _lone_readout_factor(self) -> float:
+        """Return the factor on steps where a readout is the only matrix that is trained now, as in a linear probe."""
+        optimized = [layer for layer in self.layers if self.settings[layer.info.name].optimizer]
+        trained = [layer for layer in optimized if any(source.requires_grad for source in layer.sources)]
         roles = [layer.info.role for layer in trained if layer.info.role != "vector"]
-        return roles == ["readout"] and not any(self.settings[layer.info.name].elsewhere for layer in trained)
+        is_alone = roles == ["readout"] and not any(self.settings[layer.info.name].elsewhere for layer in trained)
+        return LONE_READOUT_SHARE if is_alone else 1.0
 
     def see_start(self, measurement: Measurement) -> None:
-        """Take the sizes that weights began with, as far as they are not known, and which an earlier training left.
+        """Note the sizes that weights began with, where unknown, and which weights an earlier training left.
 
-        Trained weights have less stable rank than those that were just drawn. A new readout is as it was drawn, and an
-        adapter beside trained weights begins at zero. Embeddings, gains and biases are taken for trained with the
-        rest; embeddings that are trained beside frozen matrices only are new.
+        Trained weights have less stable rank than freshly drawn ones. A new readout looks freshly drawn, and an adapter
+        beside trained weights begins at zero. Embeddings, gains and biases count as trained if the matrices are; but
+        embeddings are new where all matrices are frozen.
         """
         values = measurement.values
         if not values.keys() >= {"weight_natural", "weight_fro"}:
@@ -193,17 +201,17 @@ class WantedUpdates:
             if row.info.name in self.began or not math.isfinite(began):
                 continue
             self.began[row.info.name] = began
-            new = {
+            is_new = {
                 "operator": began > 0 and not row.randomness < FRESH,
                 "readout": not row.randomness < FRESH,
                 "embedding": len(frozen) == len(dense),
             }
-            if loaded and not new.get(row.info.role, False):
+            if loaded and not is_new.get(row.info.role, False):
                 self.trained.add(row.info.name)
         self._uneven = self._began_uneven()
 
     def expected(self) -> dict[str, float]:
-        """Return what updates of matrices are meant to be over those of others, under policy ``"target"``."""
+        """Return matrix -> wanted size of its update over that of others, under policy ``"target"``."""
         if self._correction.policy != "target":
             return {}
         matrices = [layer for layer in self.layers if layer.info.is_dense]
@@ -214,34 +222,34 @@ class WantedUpdates:
         measurement: Measurement,
         leaders: Sequence[Layer],
         multipliers: Sequence[Multiplier],
-        seen: Sequence[float],
+        sizes: Sequence[float],
         rates: Sequence[float],
         factors: Sequence[float],
     ) -> list[float]:
-        """Return the wanted updates over the learning rate that is multiplied; NaN where one is left alone.
+        """Return the wanted updates over the learning rate before its multiplier; NaN where one is left alone.
 
         Args:
             measurement: the newest one.
-            leaders: the layers whose multipliers these are.
+            leaders: the layers that the multipliers belong to.
             multipliers: of them.
-            seen: their updates, or contributions.
+            sizes: of their updates, or their contributions.
             rates: their learning rates, multiplied.
-            factors: what those were multiplied with.
+            factors: the multipliers within those rates.
         """
-        self._alone = self._readout_is_alone()  # until others thaw
+        self._readout_factor = self._lone_readout_factor()  # others may have thawed
         if self._correction.policy == "fsc":
-            known = [math.isfinite(x) or m.is_known for x, m in zip(seen, multipliers, strict=True)]
-            each = wanted_decrease(measurement, self._correction.polyak) / max(sum(known), 1)
-            return [each if shows_contribution(layer) else math.nan for layer in leaders]
+            blocks = sum(math.isfinite(size) or m.is_known for size, m in zip(sizes, multipliers, strict=True))
+            decrease = wanted_decrease(measurement, self._correction.polyak) / max(blocks, 1)
+            return [decrease if shows_contribution(layer) else math.nan for layer in leaders]
         if self._correction.policy == "balance":
-            operators = [layer.info.is_dense for layer in leaders]
-            sizes = balanced([x if one else math.nan for x, one in zip(seen, operators, strict=True)], factors)
-            pairs = zip(sizes, rates, factors, strict=True)
-            return [size * m / rate if rate > 0 else math.nan for size, rate, m in pairs]
+            pairs = zip(leaders, sizes, strict=True)
+            wanted = balanced([size if layer.info.is_dense else math.nan for layer, size in pairs], factors)
+            rows = zip(wanted, rates, factors, strict=True)
+            return [size * factor / rate if rate > 0 else math.nan for size, rate, factor in rows]
         return [self._per_rate(layer, measurement.step) for layer in leaders]
 
     def _per_rate(self, layer: Layer, step: int) -> float:
-        """Return the wanted update_natural over the learning rate that is multiplied; NaN if nothing is wanted."""
+        """Return the wanted update_natural over the learning rate before its multiplier; NaN if nothing is wanted."""
         name = layer.info.name
         if self._profile is None:
             return self.size * self.share(layer) * self.relative.get(name, 1.0)
@@ -250,30 +258,30 @@ class WantedUpdates:
         point = self._profile.at(step, name)
         return point.update_natural / point.lr if point.lr > 0 else math.nan
 
-    def limits(self, layer: Layer, multiplier: Multiplier, wanted: float, usual: float) -> tuple[float, float]:
+    def limits(self, layer: Layer, multiplier: Multiplier, wanted: float, equalizing: float) -> tuple[float, float]:
         """Return the lowest and the highest multiplier that its settings explain.
 
-        They are around what the kind of optimizer makes of the learning rate, or under policy ``"balance"`` around
-        ``usual``, the multiplier that gives a layer the usual learning rate. Where settings explain nothing, for
-        updates are as large as gradients, a multiplier may become so many times the lowest that was right before:
-        gradients that vanish when all is learnt, or die, drive it no further.
+        They lie around the updates that the kind of optimizer makes of the learning rate, or under policy ``"balance"``
+        around ``equalizing``, the multiplier that gives a layer the median learning rate. Where updates grow with the
+        gradient, settings explain nothing: the highest is then relative to the lowest multiplier that was right before,
+        so that vanishing gradients do not raise it without end.
         """
         low, high = self._correction.limits
-        least, most = explained(layer, self.family(layer))
+        smallest, largest = explained(layer, self.family(layer))
         if self._correction.policy == "balance":
-            return low * usual, high * usual
-        if math.isnan(least) or self._correction.policy == "fsc":
+            return low * equalizing, high * equalizing
+        if math.isnan(smallest) or self._correction.policy == "fsc":
             return 0.0, high * multiplier.lowest
-        return low * wanted / most, high * wanted / least
+        return low * wanted / largest, high * wanted / smallest
 
-    def most(self, layer: Layer, wanted: float, rise: float) -> float:
-        """Return the highest multiplier that small updates may lead to; infinity if any.
+    def highest_multiplier(self, layer: Layer, wanted: float, rise: float) -> float:
+        """Return the highest multiplier that small updates may lead to; infinity if there is no limit.
 
-        ``rise``: the highest that gradients may lead to, where updates go with them; infinity if any.
+        ``rise``: the limit where updates grow with the gradient; infinity if there is none.
 
         Under Adam updates are small where gradients of different batches disagree, as in every network past its first
         steps. A multiplier makes up for that until steps would have the wanted size if every entry moved by the
-        learning rate, each its own way. Beyond that it would raise noise. Embeddings have more room.
+        learning rate, each its own way. Beyond that it would amplify noise. Embeddings have a higher limit.
         """
         if self.follows_gradients(layer):
             return rise
@@ -292,10 +300,10 @@ class WantedUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        found: dict[str, Any] = {"began": dict(self.began), "relative": dict(self.relative)}
+        state: dict[str, Any] = {"began": dict(self.began), "relative": dict(self.relative)}
         if self.trained:
-            found["trained"] = sorted(self.trained)
-        return found | ({"depth": list(self.depth)} if self.of_depth < 1 else {})
+            state["trained"] = sorted(self.trained)
+        return state | ({"depth": list(self.depth)} if self.depth_factor < 1 else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""

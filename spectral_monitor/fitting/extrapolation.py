@@ -20,7 +20,7 @@ class Extrapolation:
         value: at infinite width; NaN where there is none.
         low, high: the 95 % interval around it.
         slope: c in ``q_inf + c / n``.
-        widths: that were used.
+        widths: those of the fit.
         reason: why there is no value; empty if there is one.
     """
 
@@ -47,11 +47,11 @@ class Extrapolation:
 
 
 def extrapolate(widths: Sequence[int], values: Sequence[Sequence[float]]) -> Extrapolation:
-    r"""Return what values measured at several widths and with several seeds go to at infinite width.
+    r"""Return the limit at infinite width of values measured at several widths and with several seeds.
 
     For each seed the line ``q_inf + c / n`` is fitted by least squares, with weight n, because deviations of single
-    networks go as ``n^-1/2``. The mean over seeds has Student's 95 % interval. Where the squares of ``1/n`` are needed
-    for the fit (their coefficient's interval leaves 0 out) the smallest width is left out, as long as three remain.
+    networks are of order ``n^-1/2``. The mean over seeds has Student's 95 % interval. If the fit needs the squares of
+    ``1/n`` (the interval of their coefficient excludes 0) the smallest width is left out, as long as three remain.
 
     Args:
         widths: n widths.
@@ -77,9 +77,9 @@ def extrapolate(widths: Sequence[int], values: Sequence[Sequence[float]]) -> Ext
         if low <= 0 <= high:
             break
         n, q = n[1:], q[:, 1:]
-    found = _coefficients(n, q, degree=1)
-    mean, low, high = _interval(found[:, 0])
-    return Extrapolation(mean, low, high, found[:, 1].mean().item(), tuple(int(width) for width in n))
+    lines = _coefficients(n, q, degree=1)
+    mean, low, high = _interval(lines[:, 0])
+    return Extrapolation(mean, low, high, lines[:, 1].mean().item(), tuple(int(width) for width in n))
 
 
 def _coefficients(n: Tensor, q: Tensor, degree: int) -> Tensor:

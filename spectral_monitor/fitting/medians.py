@@ -1,4 +1,4 @@
-"""Medians and maxima of plain numbers, without torch, so that files of measurements are read and shown without it."""
+"""Medians and maxima of plain numbers, without torch, for commands that read files of measurements."""
 
 from __future__ import annotations
 

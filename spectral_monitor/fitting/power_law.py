@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 FEWEST = 3
-"""Sizes that a slope needs; through two points there always is a line."""
+"""Sizes that a slope needs; two points always lie on a line."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Fit:
     Attributes:
         slope: mean over seeds of the least-squares slope of each; NaN where there is none.
         low, high: the 95 % interval around it.
-        seeds: which rows of the values took part.
-        how: what the interval is from: ``"seeds"``, or with one seed ``"residuals"``.
+        seeds: indices of the rows of values that were used.
+        how: the source of the interval: ``"seeds"``, or with one seed ``"residuals"``.
         reason: why there is no slope; empty if there is one.
     """
 
@@ -36,15 +36,15 @@ def fit_slope(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:
     r"""Fit the exponent s of ``value ~ size^s``: for each seed by least squares on log-log axes, then the mean.
 
     The interval is Student's: over k seeds ``mean +- t(k - 1) deviation / sqrt(k)``. With a single seed it is that of
-    the regression, from the residuals with ``n - 2`` degrees of freedom, which knows nothing of other seeds.
+    the regression, from the residuals with ``n - 2`` degrees of freedom, without the scatter between seeds.
 
     Args:
         sizes: n widths or depths.
-        values: a row for each seed, of n values; NaN for what is left out.
+        values: a row for each seed, of n values; NaN for missing ones.
 
     Returns:
         The fit; without a slope, and with a reason, if no seed has positive finite values at three different sizes.
-        A seed that has not is left out.
+        Seeds with fewer are left out.
 
     Example:
         >>> fit = fit_slope([64, 128, 256], [[8.0, 16.0, 32.0], [4.0, 8.0, math.nan]])
@@ -53,15 +53,15 @@ def fit_slope(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:
         >>> fit_slope([64, 128], [[8.0, 16.0]]).reason
         'values at 2 sizes only, a slope needs 3'
     """
-    slopes, errors, most = {}, {}, 0
+    slopes, errors, most_sizes = {}, {}, 0
     for seed, row in enumerate(values):
         pairs = [(math.log(x), math.log(y)) for x, y in zip(sizes, row, strict=True) if 0 < y < math.inf]
         distinct = len({x for x, _ in pairs})
-        most = max(most, distinct)
+        most_sizes = max(most_sizes, distinct)
         if distinct >= FEWEST:
             slopes[seed], errors[seed] = _line(pairs)
     if not slopes:
-        return Fit(reason=f"values at {most} sizes only, a slope needs {FEWEST}" if most else "no values")
+        return Fit(reason=f"values at {most_sizes} sizes only, a slope needs {FEWEST}" if most_sizes else "no values")
     mean = statistics.fmean(slopes.values())
     if len(slopes) == 1:
         (seed,) = slopes
@@ -82,10 +82,9 @@ def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def t_quantile(freedom: int) -> float:
-    """Return Student's t that is exceeded, on either side, with a probability of 5 %, at 1 degree of freedom or more.
+    """Return the two-sided 95 % quantile of Student's t, at 1 degree of freedom or more.
 
-    From the finite sums for the distribution with a whole number of degrees of freedom (Abramowitz and Stegun, 26.7.3
-    and 26.7.4).
+    It uses the finite sums of the distribution for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4).
 
     Example:
         >>> [round(t_quantile(freedom), 3) for freedom in (1, 2, 10, 1000)]
@@ -99,7 +98,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def _inside(theta: float, freedom: int) -> float:
-    """Probability of ``|T| <= sqrt(freedom) tan(theta)``."""
+    """Return the probability of ``|T| <= sqrt(freedom) tan(theta)``."""
     cos, sin = math.cos(theta), math.sin(theta)
     odd = freedom % 2
     term = total = cos if odd else 1.0

@@ -1,4 +1,4 @@
-"""The state of optimizers like Adam: what their second moments do to the gradients."""
+"""The state of optimizers like Adam: gradients compared with their moments."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from spectral_monitor.functional.vector_norms import common_dtype
 
 CHUNK = 1 << 18
-"""Entries that are computed at a time: the quotients of all would be another copy."""
+"""Entries that are computed at a time: all quotients at once would take as much memory as the parameter."""
 
 DEAD = 1e-3
-"""Rows whose second moments are below this, times those of the median row, are dead."""
+"""Rows are dead if their second moments are below this part of the median row's."""
 
 
 @torch.no_grad()
@@ -25,8 +25,8 @@ def adam_sums(gradient: Tensor, first: Tensor, second: Tensor, eps: float) -> Te
         eps: of the optimizer.
 
     Returns:
-        The number of entries; the sum of ``g^2 / max(v, eps^2)``; how many have ``sqrt(v) < eps``; the sums of ``m g``,
-        ``m^2`` and ``g^2``. Sums of parts add up.
+        The number of entries; the sum of ``g^2 / max(v, eps^2)``; the number of entries with ``sqrt(v) < eps``; the
+        sums of ``m g``, ``m^2`` and ``g^2``. Sums of parts add up.
     """
     total = torch.zeros(6, dtype=torch.float64, device=gradient.device)
     dtype = common_dtype(gradient, second)
@@ -44,7 +44,7 @@ def adam_sums(gradient: Tensor, first: Tensor, second: Tensor, eps: float) -> Te
 def dead_row_share(second: Tensor) -> Tensor:
     """Return the share of rows that hardly get a gradient, from the sums (rows,) of their second moments.
 
-    NaN where the median row gets none itself.
+    NaN if the median row gets none.
     """
     median = second.median()
     return torch.where(median > 0, (second < DEAD * median).double().mean(), torch.nan)

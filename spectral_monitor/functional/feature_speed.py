@@ -1,4 +1,4 @@
-"""The Feature Speed Formula: features, the loss, and the angle between what moved and what should have."""
+"""The Feature Speed Formula: features, the loss, and the angle between their change and steepest descent."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from spectral_monitor.functional.vector_norms import at_once, common_dtype, larg
 from spectral_monitor.linalg import compute_dtype, to_device
 
 _CHUNK, _COPIED = 1 << 18, 1 << 16
-"""Entries that are multiplied at a time: a flat float32 sum over them is good to 1e-6; fewer where they are copied."""
+"""Entries that are multiplied at a time: a flat float32 sum over them is exact to 1e-6; fewer if they are copied."""
 _SHORT = 1 << 12
-"""Entries up to which pairs are multiplied side by side."""
+"""Tensors with at most so many entries are multiplied together."""
 
 
-def require_alike(**pair: Tensor) -> None:
-    """Raise a clear error unless the two tensors, given by name, are real floating point and of one shape."""
+def require_real_pair(**pair: Tensor) -> None:
+    """Raise an error unless the two named tensors are real floating point and have one shape."""
     same_shape(**pair)
     (name, a), (other, b) = pair.items()
     if not (a.is_floating_point() and b.is_floating_point()):
@@ -29,9 +29,9 @@ def require_alike(**pair: Tensor) -> None:
 
 
 def inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum of the products of the entries, accumulated in float64 over chunks (a flat float32 sum loses digits).
+    """Return the inner product, accumulated in float64 over chunks (a flat float32 sum loses digits).
 
-    The products themselves, and the result, are in ``dtype``, by default the one the entries are measured in.
+    The products of entries, and the result, are in ``dtype``, by default the common dtype for computing.
     """
     if a.shape != b.shape:
         raise ValueError(f"shapes must agree, got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -43,17 +43,17 @@ def inner(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def inner_sums(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], dtype: torch.dtype) -> Tensor:
-    """Return for each list of pairs, of one device, the sum of their inner products, as :func:`inner` is.
+    """Return for each list of pairs, all on one device, the sum of their inner products (:func:`inner`).
 
-    Short pairs are multiplied together, side by side, and all sums are formed at once.
+    Short pairs are concatenated and multiplied together, and all sums are formed at once.
     """
     if not any(map(len, pairs)):
         return torch.zeros(len(pairs), dtype=dtype, device="cpu")
-    parts: list[Tensor] = []  # of long pairs, chunk by chunk
-    owners: list[int] = []
+    parts: list[Tensor] = []  # products of long pairs, chunk by chunk
+    owners: list[int] = []  # index of the list that each part belongs to
     short: list[tuple[int, Tensor, Tensor]] = []
-    for k, some in enumerate(pairs):
-        for a, b in some:
+    for k, group in enumerate(pairs):
+        for a, b in group:
             if a.numel() <= _SHORT:
                 short.append((k, a.reshape(-1), b.reshape(-1)))
                 continue
@@ -71,7 +71,7 @@ def inner_sums(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], dtype: torch.dt
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Entries of two tensors of one shape, flat, a few at a time: what lies otherwise is not copied as a whole."""
+    """Yield the entries of two tensors of one shape, flat, in chunks, so that no tensor is copied as a whole."""
     copied, chunk = at_once(a, _COPIED), at_once(a, _CHUNK)
     if a.numel() <= copied or (a.is_contiguous() and b.is_contiguous()):
         yield from zip(a.reshape(-1).split(chunk), b.reshape(-1).split(chunk), strict=True)
@@ -82,7 +82,7 @@ def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` in the dtype it is measured in and safe to square, and what it was divided by for that."""
+    """Return ``x`` in its dtype for computing, over its largest entry so that squares are safe, and that entry."""
     x = x.to(compute_dtype(x.dtype))
     size = largest(x)
     return x / size, size
@@ -109,7 +109,7 @@ def backward_feature_cosine(dh: Tensor, b: Tensor) -> Tensor:
         >>> backward_feature_cosine(torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 0.0]))
         tensor(1.)
     """
-    require_alike(dh=dh, b=b)
+    require_real_pair(dh=dh, b=b)
     (u, _), (v, _) = _scaled(dh), _scaled(b)
     return ratio(-inner(v, u).double(), whole_length(v) * whole_length(u)).clamp(-1, 1).to(common_dtype(dh, b))
 
@@ -136,14 +136,14 @@ def backward_feature_angle(dh: Tensor, b: Tensor) -> Tensor:
         >>> backward_feature_angle(torch.tensor([-1.0, 1.0]), torch.tensor([1.0, 0.0]))
         tensor(0.7854)
     """
-    require_alike(dh=dh, b=b)
+    require_real_pair(dh=dh, b=b)
     dtype = common_dtype(dh, b)
     (u, _), (v, _) = _scaled(dh.to(dtype)), _scaled(b.to(dtype))
     sizes = torch.stack([whole_length(u), whole_length(v)])
     u, v = u.div_(sizes[0]), v.div_(-sizes[1])
     # Kahan: arccos of a rounded cosine near 1 loses half the digits.
     angle = 2 * torch.atan2(whole_length(u - v), whole_length(u + v))
-    # Nothing and what is infinite have no direction.
+    # Zero and infinite vectors have no direction.
     return torch.where(((sizes > 0) & sizes.isfinite()).all(), angle, math.nan).to(dtype)
 
 
@@ -153,7 +153,7 @@ def angle_sums(dh: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Unlike angles they add up over batches and processes; :func:`angle_from_sums` gives the angle of the whole.
     """
-    require_alike(dh=dh, b=b)
+    require_real_pair(dh=dh, b=b)
     return inner(b, dh, torch.float64), inner(dh, dh, torch.float64), inner(b, b, torch.float64)
 
 
@@ -165,9 +165,9 @@ def angle_from_sums(inner_product: Tensor, dh_squared: Tensor, b_squared: Tensor
     1e-6 rad undetermined, where :func:`backward_feature_angle` on all rows at once would not.
     """
     squares, limits = torch.stack([dh_squared, b_squared]).double(), torch.finfo(torch.float64)
-    known = ((squares > limits.tiny / limits.eps) & squares.isfinite()).all()
+    in_range = ((squares > limits.tiny / limits.eps) & squares.isfinite()).all()
     cosine = ratio(-inner_product, dh_squared.sqrt() * b_squared.sqrt()).clamp(-1, 1)
-    return torch.where(known, torch.acos(cosine), math.nan)
+    return torch.where(in_range, torch.acos(cosine), math.nan)
 
 
 @torch.no_grad()
@@ -181,7 +181,7 @@ def sensitivity(dh: Tensor, b: Tensor) -> Tensor:
         b: gradient of the loss with respect to the features before the step, the same shape.
 
     Returns:
-        A scalar per unit of loss; negative if the features moved uphill; NaN if they moved neither way.
+        A scalar per unit of loss; negative if the features moved uphill; NaN if neither uphill nor downhill.
 
     Raises:
         ValueError: shapes differ, or not real floating point.
@@ -193,10 +193,10 @@ def sensitivity(dh: Tensor, b: Tensor) -> Tensor:
         >>> sensitivity(torch.tensor([-0.1, -0.1]), torch.tensor([1.0, 0.0]))
         tensor(1.0000)
     """
-    require_alike(dh=dh, b=b)
+    require_real_pair(dh=dh, b=b)
     (u, _), (v, size) = _scaled(dh), _scaled(b)
     per_unit = ratio(whole_length(u) / math.sqrt(max(dh.numel(), 1)), -inner(v, u).double())
-    return (per_unit / size.double()).to(common_dtype(dh, b))  # whatever the size of dh, of which both are multiples
+    return (per_unit / size.double()).to(common_dtype(dh, b))  # the size of dh cancels
 
 
 @torch.no_grad()
@@ -222,7 +222,7 @@ def contribution(g: Tensor, dW: Tensor) -> Tensor:
         >>> contribution(g, -0.1 * g)
         tensor(2.5000)
     """
-    require_alike(g=g, dW=dW)
+    require_real_pair(g=g, dW=dW)
     return -inner(g, dW)
 
 
@@ -248,6 +248,6 @@ def backward_speed(b_before: Tensor, b_after: Tensor) -> Tensor:
         >>> backward_speed(torch.ones(4), 1.5 * torch.ones(4))
         tensor(0.5000)
     """
-    require_alike(b_before=b_before, b_after=b_after)
+    require_real_pair(b_before=b_before, b_after=b_after)
     dtype = common_dtype(b_before, b_after)
     return ratio(whole_length(b_after.to(dtype) - b_before.to(dtype)), whole_length(b_before)).to(dtype)

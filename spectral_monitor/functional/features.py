@@ -1,4 +1,4 @@
-"""Formulas of feature rows: size, change, alignment with the weights, outliers, entries that 8 bits lose."""
+"""Formulas of feature rows: size, change, alignment with weights, outliers, underflow in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ CHUNK = 1 << 22
 
 
 def as_rows(x: Tensor, name: str) -> Tensor:
-    """``x`` (rows, features) in the dtype it is measured in."""
+    """Return ``x`` (rows, features) in its dtype for computing."""
     if x.ndim != 2 or not x.is_floating_point():
         raise ValueError(f"{name} must be real floating-point (rows, features), got {x.dtype} {tuple(x.shape)}")
     return x.to(compute_dtype(x.dtype))
 
 
 def ratio_sum(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over rows (last) of ``numerator / denominator`` where the denominator is not 0, and how many those are.
+    """Return the sum over rows (last) of ``numerator / denominator`` where the denominator is not 0, and their number.
 
-    Unlike means, sums and counts add up over batches and processes. NaN and inf are not left out with a row.
+    Unlike means, sums and counts add up over batches and processes. NaN and inf are never left out.
     """
     ratios, counted = row_ratios(numerator, denominator)
     return ratios.sum(-1), counted.sum(-1)
 
 
 def row_ratios(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``numerator / denominator``, 0 where the denominator is, and where it is not."""
+    """Return ``numerator / denominator``, or 0 where the denominator is 0, and where it is not 0."""
     counted = denominator != 0
     left_out = (denominator == 0) & numerator.isfinite()
     return torch.where(left_out, 0.0, numerator / torch.where(counted, denominator, 1.0)), counted
 
 
 def mean_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Mean over rows of ``numerator / denominator`` where the denominator is not 0; NaN if it is 0 everywhere."""
+    """Return the mean over rows of ``numerator / denominator`` where that is defined; NaN if it is nowhere."""
     return ratio(*ratio_sum(numerator, denominator))
 
 
@@ -73,7 +73,7 @@ def feature_rms(h: Tensor) -> Tensor:
 
 @torch.no_grad()
 def change_sum(h_before: Tensor, h_after: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum (float64) and number of the rows' relative changes, of which :func:`relative_change` is the mean."""
+    """Return the sum (float64) and number of the rows' relative changes, for the mean of :func:`relative_change`."""
     before, after = as_rows(h_before, "h_before"), as_rows(h_after, "h_after")
     same_shape(h_before=before, h_after=after)
     return ratio_sum(lengths(after - before), lengths(before))
@@ -110,18 +110,18 @@ def scaled_stretch_sum(products: Tensor, lengths: Tensor, norm: Tensor) -> tuple
     Args as :func:`mean_alignment`.
     """
     stretch = torch.where(lengths == 0, 0.0, products / lengths)
-    # No row is stretched by more than the norm: a row that says otherwise corrects an estimate from below.
+    # No row is stretched by more than the norm: a row that is corrects a norm that was estimated too low.
     norm = torch.maximum(norm, stretch.amax(-1)) if stretch.shape[-1] else norm
     total, rows = ratio_sum(products, lengths)
     return torch.where(norm == 0, 0.0, total / norm), rows * (norm != 0)
 
 
 def mean_alignment(products: Tensor, lengths: Tensor, norm: Tensor) -> Tensor:
-    r"""Mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)` from what is already available.
+    r"""Return the mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)` from lengths and the norm.
 
     Args:
         products: (..., rows) the lengths of the rows ``A x``.
-        lengths: (..., rows) those of the rows ``x``.
+        lengths: (..., rows) the lengths of the rows ``x``.
         norm: (...), the spectral norm of ``A``.
 
     Returns:
@@ -131,7 +131,7 @@ def mean_alignment(products: Tensor, lengths: Tensor, norm: Tensor) -> Tensor:
 
 
 def mean_alignment_error(products: Tensor, lengths: Tensor, norm: Tensor, groups: Tensor | None = None) -> Tensor:
-    """Return the standard error of :func:`mean_alignment` if the rows are a random choice of many; NaN of one row.
+    """Return the standard error of :func:`mean_alignment` if the rows are a random sample; NaN for one row.
 
     ``groups``: as for :func:`standard_error_of_mean`.
     """
@@ -140,16 +140,16 @@ def mean_alignment_error(products: Tensor, lengths: Tensor, norm: Tensor, groups
 
 
 def standard_error_of_mean(values: Tensor, counted: Tensor, groups: Tensor | None = None) -> Tensor:
-    """Return the standard error of the mean of those of the values (..., rows) that count; NaN of less than two.
+    """Return the standard error of the mean of the counted values (..., rows); NaN of less than two.
 
-    ``groups`` (..., rows): the sample each row is of, or group of samples, where the rows are all those of a few
-    samples, and so not independent.
+    ``groups`` (..., rows): the sample, or group of samples, that each row belongs to, if rows are not independent
+    because they are all those of a few samples.
     """
     if groups is not None:
         table = torch.stack([counted.to(values), torch.where(counted, values, 0.0)], -1)  # (..., rows, 2)
         sums = table.new_zeros(*table.shape[:-2], int(groups.max()) + 1, 2)
         sums.scatter_add_(-2, groups[..., None].expand_as(table), table)
-        return standard_error(sums, lambda some: some[..., 1:] / some[..., :1]).squeeze(-1)
+        return standard_error(sums, lambda totals: totals[..., 1:] / totals[..., :1]).squeeze(-1)
     n = counted.sum(-1)
     mean = torch.where(counted, values, 0.0).sum(-1) / n
     squares = torch.where(counted, values - mean[..., None], 0.0).square().sum(-1)
@@ -158,12 +158,12 @@ def standard_error_of_mean(values: Tensor, counted: Tensor, groups: Tensor | Non
 
 @torch.no_grad()
 def alignment_sum(A: Tensor, x: Tensor, *, tol: float = 0.01, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """Sum (float64) and number of the rows' alignments, of which :func:`alignment` is the mean."""
+    """Return the sum (float64) and number of the rows' alignments, for the mean of :func:`alignment`."""
     rows = as_rows(x, "x")
     if A.ndim != 2 or A.shape[1] != rows.shape[1]:
         raise ValueError(f"A must be (m, {rows.shape[1]}) to act on x {tuple(x.shape)}, got {tuple(A.shape)}")
     matrix = as_stack(A).squeeze(0).to(compute_dtype(A.dtype))
-    # It depends on the size of neither.
+    # Alignment does not depend on the size of either.
     matrix, rows = matrix / largest(matrix), rows / largest(rows, -1)
     norm = spectral_norm(matrix, tol=tol, exact=exact).double()
     dtype = common_dtype(A, x)
@@ -174,7 +174,7 @@ def alignment_sum(A: Tensor, x: Tensor, *, tol: float = 0.01, exact: bool = Fals
 
 @torch.no_grad()
 def alignment(A: Tensor, x: Tensor, *, tol: float = 0.01, exact: bool = False) -> Tensor:
-    r"""Mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)`: how close inputs come to the direction A stretches most.
+    r"""Mean over rows of :math:`\|A x\| / (\|A\|_* \|x\|)`: how close inputs are to the direction A stretches most.
 
     Args:
         A: (m, n) a weight (alignment) or an update (update alignment).
@@ -209,7 +209,7 @@ def feature_kurtosis(squares: Tensor) -> Tensor:
     """Return the kurtosis of the channels' root mean squares, from sums of squares (m,).
 
     Returns:
-        A scalar in [1, m]: 1 where all channels are alike, m where a single one has everything; NaN if all are 0.
+        A scalar in [1, m]: 1 if all channels are equal, m if all but one are 0; NaN if all are 0.
 
     Source: He et al. 2024, "Understanding and Minimising Outlier Features in Transformer Training", Eq. 1.
 
@@ -239,21 +239,21 @@ def underflow_share(parts: Sequence[Tensor], format: torch.dtype) -> Tensor:
     The tensor is scaled first so that its largest entry is the largest number of the format.
 
     Args:
-        parts: of one tensor, of any shapes (..., n); at least one.
+        parts: one or more parts of a tensor, of any shapes (..., n).
         format: such as ``torch.float8_e4m3fn``.
 
     Returns:
-        A scalar in [0, 1]; 0 where all entries are.
+        A scalar in [0, 1]; 0 if all entries are 0.
 
     Example:
         >>> underflow_share([torch.tensor([0.0, 1.0, 1e-9, 1.0, -1.0])], torch.float8_e4m3fn)
         tensor(0.2500)
     """
     size = torch.stack([largest(part).to(compute_dtype(part.dtype)) for part in parts]).amax()
-    lost = there = torch.zeros((), dtype=torch.float64, device=size.device)
+    lost = nonzero = torch.zeros((), dtype=torch.float64, device=size.device)
     rows = [part.reshape(-1, part.shape[-1]) for part in parts]
-    for some in (x for part in rows for x in part.split(max(1, CHUNK // max(part.shape[1], 1)))):
-        scaled = some.to(size) / size * torch.finfo(format).max
-        there = there + (some != 0).sum()
-        lost = lost + ((some != 0) & (scaled.to(format).to(scaled) == 0)).sum()
-    return (lost / there.clamp(min=1)).to(size)
+    for chunk in (x for part in rows for x in part.split(max(1, CHUNK // max(part.shape[1], 1)))):
+        scaled = chunk.to(size) / size * torch.finfo(format).max
+        nonzero = nonzero + (chunk != 0).sum()
+        lost = lost + ((chunk != 0) & (scaled.to(format).to(scaled) == 0)).sum()
+    return (lost / nonzero.clamp(min=1)).to(size)

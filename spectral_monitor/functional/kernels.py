@@ -1,4 +1,4 @@
-"""Kernels of gradient descent, and what the papers assume: cancellation, activations, shares."""
+"""Kernels of gradient descent, and assumptions of the papers: cancellation, activations, shares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from spectral_monitor.functional.feature_speed import require_alike
+from spectral_monitor.functional.feature_speed import require_real_pair
 from spectral_monitor.functional.features import as_rows, mean_ratio
 from spectral_monitor.functional.norms import ratio, spectral_norm
 from spectral_monitor.functional.vector_norms import common_dtype, largest, lengths
@@ -17,7 +17,7 @@ from spectral_monitor.linalg.kernel_products import Product, backward_to_feature
 
 
 def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Random signs, float32 on the CPU: a Hutchinson probe, whose outer product with itself is the identity on average.
+    """Return random signs, float32 on the CPU: a Hutchinson probe, whose outer product averages to the identity.
 
     Example:
         >>> signs((2, 3), torch.Generator().manual_seed(0)).abs()
@@ -33,12 +33,12 @@ def bfk_moments(
 ) -> tuple[Tensor, Tensor]:
     """Moments ``M_p = tr K^p / m``, p = 1, 2, of the backward-to-feature kernel.
 
-    The kernel ``K`` is the sum of ``lr J J^T`` over the parameters, ``J`` the derivative of the features by each:
+    The kernel ``K`` is the sum of ``lr J J^T`` over the parameters, with ``J`` the derivative of the features by each:
     ``-K b`` is the velocity of the features under gradient descent. It is never formed. For a probe z, ``J^T z`` is one
     backward pass, and ``K z`` another one through that; M_1 is the mean of ``<z, K z> / m``, M_2 of ``|K z|^2 / m``.
 
     Args:
-        outputs: the features, m entries in all, with the graph that leads to them, which is kept.
+        outputs: the features, m entries in all, with the graph that leads to them, which is retained.
         parameters: weights; those that do not lead to the outputs add nothing.
         rates: the learning rate of each.
         probes: each a tensor for every output, of its shape. With random signs (:func:`signs`) the moments are
@@ -71,9 +71,9 @@ def bfk_extremes(
     """Bracket inside the extreme eigenvalues of the backward-to-feature kernel, by Lanczos.
 
     The cosine of the backward-feature angle is at least ``lambda_min / lambda_max``. The smaller value here is an upper
-    bound of ``lambda_min`` and the larger one a lower bound of ``lambda_max``, so that their ratio is an upper bound of
-    this guarantee. The larger one is close to ``lambda_max`` after a few steps. The smaller one need not be: many
-    kernels have eigenvalues near 0, which lie close together and are found last.
+    bound of ``lambda_min`` and the larger one a lower bound of ``lambda_max``, so their ratio is an upper bound of this
+    guarantee. The larger one is close to ``lambda_max`` after a few steps. The smaller one may not be: many kernels
+    have clustered eigenvalues near 0, which converge last.
 
     Args:
         outputs, parameters, rates: as :func:`bfk_moments` takes them.
@@ -123,22 +123,22 @@ def dual_bfk_moments(
 ) -> tuple[Tensor, Tensor]:
     r"""Moments ``M_p = tr K~^p / m``, p = 1, 2, of the feature-to-backward kernel, the dual of the kernel above.
 
-    What gradient descent does to the weights ``w_l`` behind a layer changes the gradient ``b`` of its features by
+    A step of gradient descent on the weights ``w_l`` behind a layer changes the gradient ``b`` of its features by
     ``-sum_l lr_l B_l g_l`` for small rates: ``B_l`` is the derivative of ``b`` by ``w_l`` at fixed features ``f``, and
     ``g_l`` the gradient of ``w_l``. Where the loss is linear and the network behind the layer positively homogeneous in
     ``f``, so is ``g_l``, and Euler's identity with the symmetry of second derivatives says ``g_l = B_l^T f``. So
     ``db/dt = -K~ f`` with ``K~ = sum_l lr_l B_l B_l^T``, the sum over the weights behind the layer. For a matrix of a
-    perceptron ``g_l = b_l h_l^T`` with inputs ``h_l``, and of ``B_l^T u = b_l (J_l u)^T``, ``J_l`` the derivative of
-    ``h_l`` by ``f``, comes the paper's form ``K~ = sum_l lr_l |b_l|^2 J_l^T J_l``. For other losses and activations
-    ``K~`` is still defined, as the sum of ``lr B B^T``; it is what is returned.
+    perceptron ``g_l = b_l h_l^T`` with inputs ``h_l``. With ``B_l^T u = b_l (J_l u)^T``, ``J_l`` the derivative of
+    ``h_l`` by ``f``, the paper's form ``K~ = sum_l lr_l |b_l|^2 J_l^T J_l`` follows. For other losses and activations
+    the moments are those of the sum of ``lr B B^T``.
 
     It is never formed. ``B^T u`` is one pass through the graph of ``b``, and ``B y`` one through that of ``g``, because
     both are the same second derivatives of the loss.
 
     Args:
-        loss: a scalar with the graph that leads to it, which is kept.
-        outputs: the features, m entries in all, or where they are in the graph.
-        parameters: weights; those that lead to the outputs, which are not behind them, are left out.
+        loss: a scalar with the graph that leads to it, which is retained.
+        outputs: the features, m entries in all, or their edges in the graph.
+        parameters: weights; those before the outputs are left out.
         rates: the learning rate of each.
         probes: each a tensor for every output, of its shape; as in :func:`bfk_moments`.
 
@@ -164,15 +164,15 @@ def dual_bfk_moments(
     return _moments(multiply, probes, b)
 
 
-def _moments(multiply: Product, probes: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _moments(multiply: Product, probes: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     first, second, ways = [], [], []
     for probe in probes:
         square, image = multiply(probe)
         first.append(square)
         second.append(inner(image, image))
         ways.append((square, inner(probe, image)))
-    check_ways(ways, like)
-    size = sum(out.numel() for out in like)
+    check_ways(ways, outputs)
+    size = sum(out.numel() for out in outputs)
     return torch.stack(first).mean() / size, torch.stack(second).mean() / size
 
 
@@ -217,7 +217,7 @@ def bfk_ratio(m1: Tensor, m2: Tensor) -> Tensor:
 
 @torch.no_grad()
 def weight_cancellation(W: Tensor, dW: Tensor, *, tol: float = 0.01, exact: bool = False) -> Tensor:
-    r""":math:`\|W + dW\|_* / (\|W\|_* + \|dW\|_*)`: whether an update takes away what was there.
+    r""":math:`\|W + dW\|_* / (\|W\|_* + \|dW\|_*)`: whether an update cancels the weights.
 
     Args:
         W: (..., m, n) weights before the step.
@@ -237,16 +237,16 @@ def weight_cancellation(W: Tensor, dW: Tensor, *, tol: float = 0.01, exact: bool
         >>> weight_cancellation(torch.eye(2), -0.5 * torch.eye(2))
         tensor(0.3333)
     """
-    require_alike(W=W, dW=dW)
+    require_real_pair(W=W, dW=dW)
     dtype = common_dtype(W, dW)
-    W, dW = W.to(dtype) / 2, dW.to(dtype) / 2  # halves, whose sum stays in range
+    W, dW = W.to(dtype) / 2, dW.to(dtype) / 2  # the sum of halves stays in range
     before, update, after = (spectral_norm(part, tol=tol, exact=exact) for part in (W, dW, W + dW))
     return ratio(after, before + update).clamp(max=1)  # norms are estimates
 
 
 @torch.no_grad()
 def feature_cancellation(h: Tensor, dh: Tensor) -> Tensor:
-    r"""Mean over rows of :math:`\|h + dh\| / (\|h\| + \|dh\|)`: whether a step takes away the features that were there.
+    r"""Mean over rows of :math:`\|h + dh\| / (\|h\| + \|dh\|)`: whether a step cancels the features.
 
     Args:
         h: (rows, m) features before the step.
@@ -265,14 +265,14 @@ def feature_cancellation(h: Tensor, dh: Tensor) -> Tensor:
         >>> feature_cancellation(torch.ones(5, 3), -0.5 * torch.ones(5, 3))
         tensor(0.3333)
     """
-    require_alike(h=h, dh=dh)
+    require_real_pair(h=h, dh=dh)
     before, change = as_rows(h, "h"), as_rows(dh, "dh")
     return mean_ratio(lengths(before + change), lengths(before) + lengths(change)).clamp(max=1).to(common_dtype(h, dh))
 
 
 @torch.no_grad()
 def activation_ratio(h: Tensor, h_in: Tensor) -> Tensor:
-    r"""Mean over rows of the length of a layer's inputs over that of the outputs they were made of by an activation.
+    r"""Mean over rows of the length of an activation's outputs over that of its inputs, which are a layer's outputs.
 
     Args:
         h: (rows, m) outputs of a layer.
@@ -292,14 +292,14 @@ def activation_ratio(h: Tensor, h_in: Tensor) -> Tensor:
         >>> activation_ratio(h, h.relu())
         tensor(0.8000)
     """
-    require_alike(h=h, h_in=h_in)
+    require_real_pair(h=h, h_in=h_in)
     outputs, inputs = as_rows(h, "h"), as_rows(h_in, "h_in")
     return mean_ratio(lengths(inputs), lengths(outputs)).to(common_dtype(h, h_in))
 
 
 @torch.no_grad()
 def sample_share(h_in: Tensor, b: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Mean over rows i of ``|g_i h'_i| / |g h'_i|``: what part a row has in what the gradient does to it.
+    """Mean over rows i of ``|g_i h'_i| / |g h'_i|``: the share of a row in the gradient's effect on it.
 
     The gradient ``g`` is the sum of the rows' own, ``g_i = b_i h'_i^T``.
 
@@ -309,17 +309,17 @@ def sample_share(h_in: Tensor, b: Tensor, rows: Tensor | None = None) -> Tensor:
         rows: indices of the rows the mean is taken over; all if ``None``.
 
     Returns:
-        A scalar >= 0: about 1 over the root of the number of rows where they are unlike, below where they are alike.
+        A scalar >= 0: about 1 over the root of the number of rows if they are independent, less if they are similar.
         Rows with g h' = 0 are left out; NaN if that leaves none.
 
     Raises:
-        ValueError: not (rows, features), or not as many of both.
+        ValueError: not (rows, features), or numbers of rows differ.
 
     Source: "A Spectral Condition for Feature Learning", Assumption 3 and Fig. 6.
 
     Example:
         >>> import torch
-        >>> sample_share(torch.ones(4, 3), torch.ones(4, 2))  # alike in all: a fourth each
+        >>> sample_share(torch.ones(4, 3), torch.ones(4, 2))  # equal rows: a fourth each
         tensor(0.2500)
     """
     x, gradients = as_rows(h_in, "h_in"), as_rows(b, "b")
@@ -327,8 +327,8 @@ def sample_share(h_in: Tensor, b: Tensor, rows: Tensor | None = None) -> Tensor:
         raise ValueError(f"h_in {tuple(x.shape)} and b {tuple(gradients.shape)} must have as many rows")
     dtype = common_dtype(x, gradients)
     x, gradients, size = x.to(dtype), gradients.to(dtype), largest(x)
-    some, own = (x, gradients) if rows is None else (x[rows], gradients[rows])
-    some = some / size
+    inputs, own_gradients = (x, gradients) if rows is None else (x[rows], gradients[rows])
+    inputs = inputs / size  # the size of x cancels
     with torch.autocast(x.device.type, enabled=False):
-        whole = lengths(((some @ x.T) / size) @ gradients)  # it does not depend on the size of x
-    return mean_ratio(lengths(own) * lengths(some).square(), whole).to(dtype)
+        total = lengths(((inputs @ x.T) / size) @ gradients)
+    return mean_ratio(lengths(own_gradients) * lengths(inputs).square(), total).to(dtype)

@@ -1,4 +1,4 @@
-"""Does a network learn features, or move along the directions it began with?"""
+"""Feature learning or lazy training: measures of the distance to the linearization at the start."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from spectral_monitor.functional.vector_norms import common_dtype, largest, whol
 
 @torch.no_grad()
 def linearity(h_start: Tensor, h_now: Tensor, h_tangent: Tensor) -> Tensor:
-    r"""Return how far outputs are from where the network's linearization at the start has them.
+    r"""Return the relative distance of outputs from those of the network's linearization at the start.
 
     That is :math:`\|h_t - h_0 - J_0 (w_t - w_0)\| / \|h_t - h_0\|`.
 
     Args:
         h_start: outputs at the start, any shape; all entries count as one vector.
         h_now: outputs for the same inputs now.
-        h_tangent: ``J_0 (w_t - w_0)``, the derivative of the outputs at the start along what the weights have moved.
+        h_tangent: ``J_0 (w_t - w_0)``, the derivative of the outputs at the start along the movement of the weights.
 
     Returns:
         A scalar >= 0: 0 in the kernel regime, of order 1 where features are learned; NaN if nothing has changed.
@@ -50,13 +50,13 @@ def output_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Return the sizes of the parts of a readout's change since the start, relative to the change of its outputs.
 
-    The outputs of a matrix change by ``W_0 dx + dW x_0 + dW dx``: what its inputs have learned, what it has learned
-    itself, and both together.
+    The outputs of a matrix change by ``W_0 dx + dW x_0 + dW dx``: by the change of its inputs, of the matrix itself,
+    and of both together.
 
     Args:
         W_start, W_now: (m, n) the matrix at the start and now.
         x_start, x_now: (rows, n) its inputs then and now, of the same samples.
-        change: (rows, m) of its outputs, that of a bias included.
+        change: (rows, m) of its outputs, with that of a bias.
 
     Returns:
         Three scalars >= 0: ``|W_0 dx|``, ``|dW x_0|`` and ``|dW dx|``, over ``|change|``. They are sizes of vectors
@@ -124,14 +124,14 @@ def kernel_change(h_before: Tensor, h_after: Tensor) -> Tensor:
 def kernel_alignment(h_start: Tensor, h_now: Tensor) -> Tensor:
     r"""Return the cosine of two centered feature kernels, ``<C F_0 C, C F_t C> / (|C F_0 C|_F |C F_t C|_F)``.
 
-    ``F = H H^T / m`` holds the inner products of all pairs of rows, ``C = 1 - 1 1^T / rows`` takes means away.
+    ``F = H H^T / m`` holds the inner products of all pairs of rows, ``C = 1 - 1 1^T / rows`` subtracts means.
 
     Args:
         h_start: (rows, m) features at the start.
         h_now: (rows, m') features of the same inputs now.
 
     Returns:
-        A scalar in [0, 1]: 1 where the kernel has at most grown; NaN where all rows are alike.
+        A scalar in [0, 1]: 1 if the kernel has only been scaled; NaN if all rows are equal.
 
     Raises:
         ValueError: not (rows, features), or numbers of rows differ.
@@ -151,10 +151,10 @@ def kernel_alignment(h_start: Tensor, h_now: Tensor) -> Tensor:
         kernels = []
         for rows in (start, now):
             centered = rows.to(dtype) / largest(rows)
-            centered = centered - centered[:1]  # of rows that are alike nothing is left, not even rounding
+            centered = centered - centered[:1]  # equal rows become exact zeros
             centered = centered - centered.mean(0)
             kernels.append(centered @ centered.T)
         first, second = kernels
         product = (first * second).sum(dtype=torch.float64)
         cosine = ratio(product, whole_length(first).double() * whole_length(second).double())
-        return cosine.clamp(0, 1).to(dtype)  # but for rounding it is
+        return cosine.clamp(0, 1).to(dtype)  # rounding alone leaves the range

@@ -1,4 +1,4 @@
-"""The noise of gradients over samples, from the rows that a layer's gradient is made of."""
+"""The noise of gradients over samples, from the rows of a layer's inputs and output gradients."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from spectral_monitor.functional.standard_errors import STUDENT
 from spectral_monitor.functional.vector_norms import common_dtype, largest
 
 CHUNK = 1 << 22
-"""Entries of products that are there at a time."""
-LEAST = 4
-"""Samples that are needed to say how far the noise is known."""
+"""Entries of products in memory at a time."""
+MIN_SAMPLES = 4
+"""Samples that an interval of the noise needs."""
 
 
 @torch.no_grad()
 def sample_products(h_in: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the squared norm of each sample's gradient, and its inner product with the sum of all of them.
 
-    The gradient of a matrix by sample i is ``c_i = sum_t b_it h'_it^T``. Only the sum of them is ever formed:
-    ``|c_i|^2 = sum_ts <b_it, b_is> <h'_it, h'_is>``, or ``c_i`` itself, a few at a time, where that is less work.
+    The gradient of a matrix by sample i is ``c_i = sum_t b_it h'_it^T``. Only their sum is ever formed as a whole:
+    ``|c_i|^2 = sum_ts <b_it, b_is> <h'_it, h'_is>``, or from ``c_i`` itself, a few at a time, if that is less work.
 
     Args:
         h_in: (samples, rows, n) inputs of a matrix.
@@ -44,25 +44,25 @@ def sample_products(h_in: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     step = max(1, CHUNK // max(T * T if by_rows else m * n, T * n, 1))
     with torch.autocast(x.device.type, enabled=False):
         total = y.flatten(0, 1).T @ x.flatten(0, 1)  # (m, n)
-        squares, along = [], []
-        for some, gradients in zip(x.split(step), y.split(step), strict=True):
+        squares, inner_products = [], []
+        for inputs, gradients in zip(x.split(step), y.split(step), strict=True):
             if by_rows:
-                products = (some @ some.mT) * (gradients @ gradients.mT)
+                products = (inputs @ inputs.mT) * (gradients @ gradients.mT)
             else:
-                products = (gradients.mT @ some).square()
+                products = (gradients.mT @ inputs).square()
             squares.append(products.sum((1, 2), dtype=torch.float64))
-            along.append(((gradients @ total) * some).sum((1, 2), dtype=torch.float64))
+            inner_products.append(((gradients @ total) * inputs).sum((1, 2), dtype=torch.float64))
     factor = (sizes[0].double() * sizes[1].double()).square()
-    return torch.cat(squares) * factor, torch.cat(along) * factor
+    return torch.cat(squares) * factor, torch.cat(inner_products) * factor
 
 
 @torch.no_grad()
-def noise_moments(squares: Tensor, along: Tensor) -> Tensor:
-    """Return what samples say of the size of their gradients and of their mean, as float64 (6,).
+def noise_moments(squares: Tensor, inner_products: Tensor) -> Tensor:
+    """Return estimates of the size of the samples' gradients and of their mean, as float64 (6,).
 
     Args:
         squares: (samples,) squared norms of the samples' gradients.
-        along: (samples,) their inner products with the sum of all gradients.
+        inner_products: (samples,) their inner products with the sum of all gradients.
 
     Returns:
         The number of samples. The mean squared norm ``A``, which estimates ``|G|^2 + tr Sigma``. Over ``A`` the mean
@@ -70,16 +70,16 @@ def noise_moments(squares: Tensor, along: Tensor) -> Tensor:
         variance of ``A``, its covariance with ``P``, and the variance of ``P``, by the jackknife over samples. Zeros of
         fewer than 4 samples.
     """
-    S, found = len(squares), squares.new_zeros(6)
-    if S < LEAST:
-        return found
-    total, whole = squares.sum(), along.sum()
-    size, product = total / S, (whole - total) / (S * (S - 1))
-    rest = total - squares  # without one sample
-    sizes = rest / (S - 1)
-    products = (whole - 2 * along + squares - rest) / ((S - 1) * (S - 2))
-    off = torch.stack([sizes - sizes.mean(), products - products.mean()])
-    variances = (S - 1) / S * (off @ off.T)
+    S = len(squares)
+    if S < MIN_SAMPLES:
+        return squares.new_zeros(6)
+    sum_of_squares, square_of_sum = squares.sum(), inner_products.sum()
+    size, product = sum_of_squares / S, (square_of_sum - sum_of_squares) / (S * (S - 1))
+    others = sum_of_squares - squares  # without one sample each
+    sizes = others / (S - 1)
+    products = (square_of_sum - 2 * inner_products + squares - others) / ((S - 1) * (S - 2))
+    deviations = torch.stack([sizes - sizes.mean(), products - products.mean()])
+    variances = (S - 1) / S * (deviations @ deviations.T)
     scale = torch.where(size > 0, size, 1.0)
     parts = torch.stack([product / scale, variances[0, 0], variances[0, 1], variances[1, 1]])
     parts[1:] /= scale.square()
@@ -97,8 +97,8 @@ class NoiseScale(NamedTuple):
 def noise_scale(moments: Tensor) -> NoiseScale:
     """Return the noise scale from moments (processes, 6) of different samples.
 
-    The interval is Fieller's: all ratios ``r`` for which ``A - r P`` is within two standard errors of 0, more of them
-    where samples are few.
+    The interval is Fieller's: all ratios ``r`` for which ``A - r P`` is within two standard errors of 0, or more if
+    samples are few.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training", Eq. 2.9; Fieller 1954.
 
@@ -112,17 +112,17 @@ def noise_scale(moments: Tensor) -> NoiseScale:
     rows = [row for row in moments.tolist() if row[1]]  # others have no samples, or no gradient
     if not rows or not math.isfinite(sum(map(sum, rows))):
         return NoiseScale(math.nan, math.nan, math.nan)
-    # Pairs of samples are those of one process, whose moments are relative to its own A.
+    # Pairs are formed within a process, and its moments are relative to its own A.
     samples = sum(row[0] for row in rows)
     pairs = sum(row[0] * (row[0] - 1) for row in rows)
     A = sum(row[0] * row[1] for row in rows) / samples
     P = aa = ap = pp = 0.0
     for count, size, product, *variances in rows:
-        of_size, of_product, relative = count / samples, count * (count - 1) / pairs, size / A
-        P += of_product * product * relative
-        aa += of_size**2 * variances[0] * relative**2
-        ap += of_size * of_product * variances[1] * relative**2
-        pp += of_product**2 * variances[2] * relative**2
+        sample_share, pair_share, relative = count / samples, count * (count - 1) / pairs, size / A
+        P += pair_share * product * relative
+        aa += sample_share**2 * variances[0] * relative**2
+        ap += sample_share * pair_share * variances[1] * relative**2
+        pp += pair_share**2 * variances[2] * relative**2
     free = int(samples) - len(rows)
     z = 2 * (STUDENT[free - 1] if free <= len(STUDENT) else 1.0)
     # (1 - r P)^2 <= z^2 (aa - 2 r ap + r^2 pp), in units of A

@@ -12,30 +12,30 @@ from spectral_monitor.functional.vector_norms import lengths
 from spectral_monitor.linalg import ShardedStack, SpectralEstimate, compute_dtype, run_local, spectral_estimate, tame
 
 ROLES = ("operator", "embedding", "readout", "vector")
-"""How a parameter acts, which decides its natural norm."""
+"""Roles of parameters, which determine their natural norm."""
 
 
 def as_stack(A: Tensor, name: str = "A") -> Tensor:
-    """``A`` (..., m, n) as (K, m, n), with a clear error for anything that is not a stack of real matrices."""
+    """Return ``A`` (..., m, n) as (K, m, n); raise an error unless it is a stack of real matrices."""
     if A.ndim < 2 or not A.is_floating_point():
         raise ValueError(f"{name} must be real floating-point of shape (..., m, n), got {A.dtype} {tuple(A.shape)}")
     return A.reshape(math.prod(A.shape[:-2]), *A.shape[-2:])  # -1 is ambiguous for an empty matrix
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """``numerator / denominator``, NaN where the denominator is 0 (a ratio to nothing is not a number)."""
+    """Return ``numerator / denominator``, NaN where the denominator is 0."""
     return torch.where(denominator == 0, math.nan, numerator / denominator)
 
 
 def same_shape(**pair: Tensor) -> None:
-    """Raise a clear error unless the two tensors, given by name, are of one shape."""
+    """Raise an error unless the two named tensors have one shape."""
     (name, a), (other, b) = pair.items()
     if a.shape != b.shape:
         raise ValueError(f"{name} {tuple(a.shape)} and {other} {tuple(b.shape)} must have one shape")
 
 
 def _difference(W: Tensor, W0: Tensor) -> Tensor:
-    """``W - W0`` in the dtype norms are computed in: half precisions would round it away."""
+    """Return ``W - W0`` in the dtype for computing: half precisions would round it away."""
     same_shape(W=W, W0=W0)
     return as_stack(W, "W").to(compute_dtype(W.dtype)).reshape(W.shape) - W0.to(compute_dtype(W0.dtype))
 
@@ -57,7 +57,7 @@ def spectral_norm(A: Tensor, *, tol: float = 0.01, exact: bool = False) -> Tenso
         exact: use a float64 SVD instead.
 
     Returns:
-        (...) norms, float32 or float64; 0 for a zero matrix, NaN where A has NaN or inf.
+        (...) norms, float32 or float64; 0 for a zero matrix, NaN if A has NaN or inf.
 
     Raises:
         ValueError: ``A`` is not a real floating-point matrix or stack of matrices, or ``tol`` is not in (0, 1).
@@ -77,8 +77,8 @@ def spectral_norm_bounds(A: Tensor, *, tol: float = 0.01) -> tuple[Tensor, Tenso
     r"""Certain bounds ``(low, high)`` on the spectral norm.
 
     ``low`` is the Lanczos estimate less its rounding error. ``high`` is the least of
-    :math:`\sqrt{\sigma^2 + r^2}` (``r`` the Frobenius norm of what Lanczos has not seen, so never more than
-    :math:`\|A\|_F`) and :math:`\sqrt{\|A\|_1 \|A\|_\infty}`. For low-rank matrices, as updates are, both ends agree
+    :math:`\sqrt{\sigma^2 + r^2}` (``r`` the Frobenius norm of the part outside the Krylov space, never more than
+    :math:`\|A\|_F`) and :math:`\sqrt{\|A\|_1 \|A\|_\infty}`. For low-rank matrices, such as updates, both ends agree
     to a few percent; for Gaussian ones ``high`` is loose.
 
     Args:
@@ -130,7 +130,7 @@ def frobenius_norm(A: Tensor) -> Tensor:
 
 @torch.no_grad()
 def stable_rank(A: Tensor, *, tol: float = 0.01, exact: bool = False) -> Tensor:
-    r"""Stable rank :math:`\|A\|_F^2 / \|A\|_*^2`: how many singular values are as large as the largest.
+    r"""Stable rank :math:`\|A\|_F^2 / \|A\|_*^2`: the number of singular values about as large as the largest.
 
     Args:
         A: (..., m, n) real floating point.
@@ -166,7 +166,7 @@ def natural_norm(A: Tensor, role: str = "operator", *, tol: float = 0.01, exact:
     Args:
         A: as above, real floating point.
         role: one of the four.
-        tol, exact: as in :func:`spectral_norm`; of use to operators and readouts only.
+        tol, exact: as in :func:`spectral_norm`; for operators and readouts only.
 
     Returns:
         (...) norms: the leading dimensions.
@@ -199,7 +199,7 @@ def natural_norm(A: Tensor, role: str = "operator", *, tol: float = 0.01, exact:
 
 
 def _row_rms(rows: Tensor) -> Tensor:
-    """RMS over the last dimension, float32 for half precisions."""
+    """Return the RMS over the last dimension, float32 for half precisions."""
     return (lengths(rows) / math.sqrt(max(rows.shape[-1], 1))).to(compute_dtype(rows.dtype))
 
 
@@ -231,7 +231,7 @@ def update_ratio(dW: Tensor, W: Tensor, *, tol: float = 0.01, exact: bool = Fals
 
 @torch.no_grad()
 def drift_ratio(W: Tensor, W0: Tensor, *, tol: float = 0.01, exact: bool = False) -> Tensor:
-    r"""Return how far a weight has moved since the start, :math:`\|W - W_0\|_* / \|W_0\|_*`.
+    r"""Return the relative movement of a weight since the start, :math:`\|W - W_0\|_* / \|W_0\|_*`.
 
     Args:
         W: (..., m, n) the weight now.

@@ -1,4 +1,4 @@
-"""Lengths of vectors whose squares leave the range of their dtype, and what to divide by so that they do not."""
+"""Lengths of vectors, also of those whose squares leave the range of their dtype."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ CHUNK, DEVICE_CHUNK = 1 << 20, 1 << 22
 
 
 def at_once(x: Tensor, on_cpu: int) -> int:
-    """Return how many entries of a tensor are taken at once; a GPU takes millions, for each call costs it as much."""
+    """Return the number of entries to compute at once; millions on a GPU, where each call has a fixed cost."""
     return on_cpu if x.device.type == "cpu" else DEVICE_CHUNK
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype that what is measured of several tensors is returned in."""
+    """Return the dtype in which several tensors are computed together."""
     return reduce(torch.promote_types, (compute_dtype(x.dtype) for x in tensors))
 
 
 def largest(x: Tensor, dim: int | None = None) -> Tensor:
-    """Size of the largest entry of all, or along a dimension, which is kept; 1 where that is 0 or not finite.
+    """Return the size of the largest entry, or of each along a dimension, which is kept; 1 if it is 0 or not finite.
 
-    What a tensor can be divided by to be safe to square.
+    A tensor divided by it is safe to square.
     """
     if not x.numel():
         return x.new_ones(())
@@ -36,7 +36,7 @@ def largest(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def lengths(x: Tensor) -> Tensor:
-    """Lengths (...) of the rows of ``x`` (..., n), float64, right whatever the size of the entries.
+    """Return the lengths (...) of the rows of ``x`` (..., n), float64, for entries of any size.
 
     Example:
         >>> import torch
@@ -47,22 +47,22 @@ def lengths(x: Tensor) -> Tensor:
     if x.ndim > 1 and x.numel() > chunk:
         if len(x) == 1:
             return lengths(x.squeeze(0))[None]
-        return torch.cat([lengths(some) for some in x.split(max(1, chunk * len(x) // x.numel()))])
+        return torch.cat([lengths(part) for part in x.split(max(1, chunk * len(x) // x.numel()))])
     if x.dtype != torch.float64:
-        found: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-        return found
+        norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+        return norms
     size = largest(x, -1)
     scaled: Tensor = torch.linalg.vector_norm(x / size, dim=-1)
     return scaled * size.squeeze(-1)
 
 
 def whole_length(x: Tensor) -> Tensor:
-    """Length of all entries of ``x`` as one vector, float64, right whatever their size."""
+    """Return the length of all entries of ``x`` as one vector, float64, for entries of any size."""
     return lengths(lengths(x if x.ndim else x[None]).flatten())
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """Inner products (...) of the rows of ``a`` and ``b`` (..., n), float64, right whatever their size.
+    """Return the inner products (...) of the rows of ``a`` and ``b`` (..., n), float64, for entries of any size.
 
     Example:
         >>> import torch
@@ -71,5 +71,5 @@ def row_products(a: Tensor, b: Tensor) -> Tensor:
     """
     rows = max(1, at_once(a, CHUNK) // max(a.shape[-1], 1))
     if a.ndim > 1 and len(a) > rows:
-        return torch.cat([row_products(*some) for some in zip(a.split(rows), b.split(rows), strict=True)])
+        return torch.cat([row_products(*parts) for parts in zip(a.split(rows), b.split(rows), strict=True)])
     return (a.double() * b.double()).sum(-1)

@@ -1,4 +1,4 @@
-"""Limits of infinite width: what a network becomes when its width grows."""
+"""Limits of networks as their width grows to infinity."""
 
 from spectral_monitor.fitting.extrapolation import Extrapolation, extrapolate
 from spectral_monitor.limits.coefficients import LinearPopulations

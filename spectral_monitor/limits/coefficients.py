@@ -23,9 +23,9 @@ class LinearPopulations:
         d: number of inputs.
         k: number of outputs.
         lr: learning rate, or those of the three matrices, as for :class:`spectral_monitor.limits.Populations`.
-        examples: most examples that are taken, over all steps.
+        examples: the largest number of examples, over all steps.
         su, sw, sv: standard deviations at the start.
-        decoupled: leave out what the same matrix does forwards and backwards.
+        decoupled: leave out correlations between the forward and the backward use of a matrix.
 
     Raises:
         ValueError: sizes below 1.
@@ -60,8 +60,8 @@ class LinearPopulations:
         self._gram2[:k, :k] = sv**2 * torch.eye(k)
         self._V = torch.eye(k, k + examples, dtype=torch.float64)
         self._inputs: list[Tensor] = []
-        self._x: list[Tensor] = []
-        self._above: list[Tensor] = []
+        self._x: list[Tensor] = []  # outputs of population 1
+        self._h: list[Tensor] = []  # outputs of population 2
         self._dx: list[Tensor] = []
         self._delta: list[Tensor] = []
 
@@ -72,52 +72,52 @@ class LinearPopulations:
             x, loss_derivative: as for :meth:`spectral_monitor.limits.Populations.step`.
 
         Raises:
-            ValueError: inputs or derivatives of another shape, or more examples than there is room for.
+            ValueError: inputs or derivatives of another shape, or too many examples.
         """
         if x.ndim != 2 or x.shape[1] != self.d or len(x) == 0:
             raise ValueError(f"x must be (batch, {self.d}), got {tuple(x.shape)}")
-        done = len(self._delta)  # indices of earlier steps
-        if done + len(x) > self.examples:
-            raise ValueError(f"there is room for {self.examples} examples, and {done} of them are taken")
+        start = len(self._delta)  # the number of indices of earlier steps
+        if start + len(x) > self.examples:
+            raise ValueError(f"there is room for {self.examples} examples, and {start} of them are taken")
         f = torch.stack([self._forward(xi) for xi in x.double()])
         chi = checked_derivatives(loss_derivative(f), f)
-        V = self._V - self._rates[2] * chi.T @ torch.stack(self._above[done:])
-        for t in range(done, done + len(x)):
-            self._backward(t, done, chi[t - done])
+        V = self._V - self._rates[2] * chi.T @ torch.stack(self._h[start:])
+        for t in range(start, start + len(x)):
+            self._backward(t, start, chi[t - start])
         self._V = V
         return f
 
     def _forward(self, x: Tensor) -> Tensor:
         """Append an index to both populations; return f (k,)."""
-        t, done = len(self._x), len(self._delta)
+        t, start = len(self._x), len(self._delta)
         # Population 1: x_t = <xi_t, U> - lr sum_{s<t} <xi_s, xi_t> dx_s, s of earlier steps
-        below = torch.zeros(self.d + self.examples, dtype=torch.float64)
-        below[: self.d] = x
-        for earlier, dx in zip(self._inputs[:done], self._dx, strict=True):
-            below = below - self._rates[0] * (earlier @ x) * dx
+        x_t = torch.zeros(self.d + self.examples, dtype=torch.float64)
+        x_t[: self.d] = x
+        for earlier, dx in zip(self._inputs[:start], self._dx, strict=True):
+            x_t = x_t - self._rates[0] * (earlier @ x) * dx
         self._inputs.append(x)
-        self._x.append(below)
+        self._x.append(x_t)
         # Population 2: h_t = F_t + sum_{s<t} [sw^2 (coefficient of G_s in x_t) - lr C(s, t)] delta_s
-        C = torch.stack([past @ self._gram1 @ below for past in self._x])
+        C = torch.stack([x_s @ self._gram1 @ x_t for x_s in self._x])
         row = slice(self.k, self.k + t + 1)
         self._gram2[self.k + t, row] = self._gram2[row, self.k + t] = self.sw**2 * C
-        above = torch.zeros(self.k + self.examples, dtype=torch.float64)
-        above[self.k + t] = 1.0
+        h_t = torch.zeros(self.k + self.examples, dtype=torch.float64)
+        h_t[self.k + t] = 1.0
         for s, delta in enumerate(self._delta):
-            above = above + (self.coupled * self.sw**2 * below[self.d + s] - self._rates[1] * C[s]) * delta
-        self._above.append(above)
-        return self._V @ self._gram2 @ above
+            h_t = h_t + (self.coupled * self.sw**2 * x_t[self.d + s] - self._rates[1] * C[s]) * delta
+        self._h.append(h_t)
+        return self._V @ self._gram2 @ h_t
 
-    def _backward(self, t: int, done: int, chi: Tensor) -> None:
+    def _backward(self, t: int, start: int, chi: Tensor) -> None:
         """Append delta_t and dx_t."""
-        now = chi @ self._V
-        self._delta.append(now)
+        delta_t = chi @ self._V
+        self._delta.append(delta_t)
         # dx_t = G_t + sum_{s<=t} sw^2 (coefficient of F_s in delta_t) x_s - lr sum_{s<t} D(s, t) x_s
-        D = torch.stack([past @ self._gram2 @ now for past in self._delta])
+        D = torch.stack([delta_s @ self._gram2 @ delta_t for delta_s in self._delta])
         row = slice(self.d, self.d + t + 1)
         self._gram1[self.d + t, row] = self._gram1[row, self.d + t] = self.sw**2 * D
         dx = torch.zeros(self.d + self.examples, dtype=torch.float64)
         dx[self.d + t] = 1.0
-        for s, past in enumerate(self._x[: t + 1]):
-            dx = dx + (self.coupled * self.sw**2 * now[self.k + s] - self._rates[1] * D[s] * (s < done)) * past
+        for s, x_s in enumerate(self._x[: t + 1]):
+            dx = dx + (self.coupled * self.sw**2 * delta_t[self.k + s] - self._rates[1] * D[s] * (s < start)) * x_s
         self._dx.append(dx)

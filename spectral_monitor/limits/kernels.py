@@ -134,7 +134,7 @@ class KernelMachine:
         self._points.append((x, q))
 
     def pop(self) -> None:
-        """Take back the points that were added last, as after the adaptation to a task."""
+        """Remove the points that were added last, as after the adaptation to a task."""
         self._points.pop()
 
     def step(self, x: Tensor, y: Tensor, derivative: Derivative, *, lr: float) -> None:
@@ -142,8 +142,8 @@ class KernelMachine:
 
         Args:
             x, y: a batch.
-            derivative: from outputs (B, k) and targets to the derivatives of the loss (B, k), the batch's weights in
-                them, such as :func:`softmax_derivative`.
+            derivative: turns outputs (B, k) and targets into the derivatives of the loss (B, k), divided by the batch
+                size for a mean, such as :func:`softmax_derivative`.
             lr: learning rate.
         """
         self.push(x, -lr * derivative(self(x), y))
@@ -170,12 +170,13 @@ class KernelMachine:
 
         Source: Algorithm 4, whose length of the gradient lacks a root and whose adaptation lacks its learning rate.
         """
-        # The outputs that all tasks begin with, of their training inputs and their test inputs, in one go.
-        x, test = (torch.cat([task[part] for task in tasks]) for part in (0, 2))
-        begin = self(x).split([len(task[0]) for task in tasks]), self(test).split([len(task[2]) for task in tasks])
+        # Outputs before the adaptation, of the training and the test inputs of all tasks at once.
+        train, test = (torch.cat([task[part] for task in tasks]) for part in (0, 2))
+        outputs = self(train).split([len(task[0]) for task in tasks])
+        test_outputs = self(test).split([len(task[2]) for task in tasks])
         chis = []
-        for (own, y, other, target), f, f_test in zip(tasks, *begin, strict=True):
-            adapted = f_test - adapt_lr * self.between(other, own) @ derivative(f, y)
+        for (x, y, x_test, target), f, f_test in zip(tasks, outputs, test_outputs, strict=True):
+            adapted = f_test - adapt_lr * self.between(x_test, x) @ derivative(f, y)
             chis.append(derivative(adapted, target))
         chi = torch.cat(chis)
         # The gradient is sum_i chi_i (features of i), whose inner products are the kernel.

@@ -1,4 +1,4 @@
-"""Would a lazy network do as well? The best that kernels of infinitely wide networks reach on the same batches."""
+"""The best scores of lazy networks: kernels of infinitely wide networks, trained on the same batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 Kind = Literal["nngp", "ntk"]
 
 EXAMPLES = 4096
-"""Training examples at most: their kernel takes 64 MB in float32."""
+"""The largest number of training examples: their kernel takes 64 MB in float32."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class LazyScore:
     Attributes:
         kernel: ``"nngp"`` (only the readout learns) or ``"ntk"`` (all layers, in first order).
         loss: the lowest on held-out batches over all steps, which favours the kernel.
-        accuracy: there, of labels; NaN for squared losses.
+        accuracy: on held-out labels at that step; NaN for squared losses.
         step: of that loss.
-        examples: that it was trained on.
+        examples: number of training examples.
         stopped: whether time was up before the last step.
     """
 
@@ -43,11 +43,10 @@ class LazyScore:
     stopped: bool
 
     def __str__(self) -> str:
-        right = "" if math.isnan(self.accuracy) else f", {self.accuracy:.1%} right"
+        accuracy = "" if math.isnan(self.accuracy) else f", {self.accuracy:.1%} right"
         note = "; time was up" if self.stopped else ""
-        return (
-            f"{self.kernel.upper()} of {self.examples} examples: loss {self.loss:.4g}{right} (step {self.step}{note})"
-        )
+        scores = f"loss {self.loss:.4g}{accuracy} (step {self.step}{note})"
+        return f"{self.kernel.upper()} of {self.examples} examples: {scores}"
 
 
 @torch.no_grad()
@@ -63,27 +62,26 @@ def lazy_scores(
     seconds: float = 60.0,
     progress: bool = True,
 ) -> list[LazyScore]:
-    """Return what ReLU kernels of a perceptron's depth reach on batches of your training.
+    """Return the scores of ReLU kernels of a perceptron's depth on batches of your training.
 
     Each kernel is trained by gradient descent in the space of functions, on all its examples at once, with the largest
-    rate that is stable for sure; the lowest held-out loss on the way is its score. If your network does not get below
-    it, features that learn gain you nothing, or do not learn.
+    rate that is certainly stable. Its score is the lowest held-out loss on the way. If your network does not get below
+    it, its features do not learn, or learning them gains nothing.
 
     Args:
         train: batches ``(inputs, targets)``; inputs are flattened and scaled to norm ``sqrt(d)`` on average, targets
             are labels (B,), for cross entropy, or numbers (B, ...), for half the squared error.
-        held_out: batches to score on, as many examples of them at most as of ``train``.
+        held_out: batches to score on; at most as many examples of them as of ``train``.
         depth: number of hidden layers.
         sb: standard deviation of the hidden layers' biases.
-        kernels: which.
+        kernels: those to train.
         steps: of gradient descent.
-        examples: of the training batches that are used at most; memory goes as their square, and time as the steps
-            times that.
-        seconds: for each kernel; its descent stops after that.
-        progress: show it on stderr.
+        examples: largest number of training examples; memory grows with its square, and time with the steps times that.
+        seconds: largest time of each kernel's descent.
+        progress: show scores on stderr.
 
     Raises:
-        ValueError: no batches, batches that are no pairs of tensors, a kernel or a number that is none.
+        ValueError: no batches, batches that are no pairs of tensors, an unknown kernel or a number below 1.
 
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
@@ -104,28 +102,28 @@ def lazy_scores(
     scale = x.square().sum(1).mean().sqrt() / math.sqrt(x.shape[1])
     x, z = x / scale, z / scale
     outputs = int(max(y.max(), target.max())) + 1 if not y.is_floating_point() else y.shape[1]
-    found = []
+    scores = []
     for kernel in kernels:
         own, cross = (_kernel(part, x, kernel, depth, sb) for part in (x, z))
         score = _descent(kernel, own, cross, y, target, outputs, steps, seconds)
-        found.append(score)
+        scores.append(score)
         if progress:
             print(f"lazy network: {score}", file=sys.stderr)
-    return found
+    return scores
 
 
-def _collected(batches: Iterable[Batch], most: int, name: str) -> Batch:
-    """Return the first examples of batches, flat and on the CPU."""
+def _collected(batches: Iterable[Batch], limit: int, name: str) -> Batch:
+    """Return the first examples of batches, flattened and on the CPU."""
     inputs, targets, count = [], [], 0
     for batch in batches:
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
         if not is_pair or not all(isinstance(part, Tensor) for part in batch):
             raise ValueError(f"{name} must yield pairs of tensors (inputs, targets), got a {type(batch).__name__}")
-        x, y = (part.detach().cpu()[: most - count] for part in batch)
+        x, y = (part.detach().cpu()[: limit - count] for part in batch)
         inputs.append(x.flatten(1).float())
         targets.append(y if not y.is_floating_point() and y.ndim == 1 else y.float().reshape(len(y), -1))
         count += len(x)
-        if count >= most:
+        if count >= limit:
             break
     if not inputs:
         raise ValueError(f"{name} has no batches")
@@ -133,9 +131,9 @@ def _collected(batches: Iterable[Batch], most: int, name: str) -> Batch:
 
 
 def _kernel(x: Tensor, z: Tensor, kernel: Kind, depth: int, sb: float) -> Tensor:
-    """Return a kernel (B, C), in blocks of rows, of networks whose features keep their size."""
+    """Return a kernel (B, C) of networks whose features keep their size, computed in blocks of rows."""
     su = 1 / math.sqrt(x.shape[1])
-    # The first matrix is scaled by su rather than drawn so, so that it learns at the same rate as the others.
+    # The inputs are scaled by su rather than the first matrix, so that it learns at the same rate as the others.
     blocks = [
         relu_kernels(su * part, su * z, depth=depth, su=math.sqrt(2), sv=math.sqrt(2), sb=sb)[kernel == "ntk"]
         for part in x.split(512)
@@ -149,7 +147,7 @@ def _descent(
     """Return the best score of ``f <- f - lr K chi`` from f = 0."""
     # Loss curvature is at most 1 / B for half the squared error, and 1 / (2 B) for cross entropy.
     slack, derivative = (1.0, square_derivative) if y.is_floating_point() else (2.0, softmax_derivative)
-    # The largest sum of a row's entries is an upper bound of the largest eigenvalue, close to it.
+    # The largest row sum is a tight upper bound of the largest eigenvalue.
     rate = slack * len(y) / own.abs().sum(1).max().item()
     q = torch.zeros(len(y), outputs)
     started, best, stopped = time.monotonic(), LazyScore(kernel, math.inf, math.nan, 0, len(y), False), False
@@ -168,5 +166,5 @@ def _loss(f: Tensor, target: Tensor) -> tuple[float, float]:
     """Return the mean loss and the accuracy."""
     if target.is_floating_point():
         return (f - target).square().sum(1).mean().item() / 2, math.nan
-    right = (f.argmax(1) == target).double().mean().item()
-    return torch.nn.functional.cross_entropy(f, target).item(), right
+    accuracy = (f.argmax(1) == target).double().mean().item()
+    return torch.nn.functional.cross_entropy(f, target).item(), accuracy

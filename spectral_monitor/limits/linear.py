@@ -5,7 +5,7 @@ begin with entries of size ``1/sqrt(n)``: U is the applied matrix over ``sqrt(n)
 so that one learning rate that does not depend on n is muP.
 
 At infinite width every column of U and every row of V stays a combination of the d + k Gaussian vectors that the
-columns of U and the rows of V are at the start. Their coefficients follow the same recursion as a network of width
+columns of U and the rows of V are at the start. The coefficients follow the same recursion as a network of width
 d + k that begins with ``U = [su 1; 0]`` and ``V = [0, sv 1]``. That is exact for any loss, batch and number of steps.
 """
 
@@ -70,16 +70,16 @@ class LinearNetwork:
 
         Args:
             x: (B, d) inputs.
-            chi: (B, k) derivatives of the loss with respect to the outputs, the batch's weights in them.
+            chi: (B, k) derivatives of the loss with respect to the outputs, divided by the batch size for a mean.
             lr: learning rate, or those of U and V.
             alpha: multiplier of the bias, which is trained at ``alpha^2 lr``; 0 leaves the bias alone.
             clip: length of the whole gradient above which it is scaled down to this length.
-            decay: weight decay; each weight loses ``lr decay`` of itself.
+            decay: weight decay; each weight shrinks by the part ``lr decay``.
 
         Raises:
             ValueError: chi is not (B, k).
 
-        Source: Algorithms 2 and 3, with the root that is missing there in the length of the gradient.
+        Source: Algorithms 2 and 3, where the length of the gradient lacks a root.
         """
         if chi.shape != (len(x), len(self.V)):
             raise ValueError(f"chi must be {(len(x), len(self.V))}, one row for each input, got {tuple(chi.shape)}")
@@ -87,7 +87,7 @@ class LinearNetwork:
         hidden = x @ self.U.T + self.b  # (B, n)
         dU = -self.V.T @ chi.T @ x  # (n, d)
         dV = -chi.T @ hidden  # (k, n)
-        db = -alpha * (chi @ self.V).sum(0)  # (n,), of beta where b = alpha beta
+        db = -alpha * (chi @ self.V).sum(0)  # (n,), for beta with b = alpha beta
         length = torch.sqrt(dU.square().sum() + dV.square().sum() + db.square().sum())
         rho = min(1.0, clip / length.item()) if length > 0 else 1.0
         return LinearNetwork(
@@ -100,7 +100,7 @@ class LinearNetwork:
 def infinite_width(
     d: int, k: int, *, su: float = 1.0, sv: float = 1.0, dtype: torch.dtype | None = None
 ) -> LinearNetwork:
-    """Return the coefficients that an infinitely wide network begins with.
+    """Return the initial coefficients of an infinitely wide network.
 
     Args:
         d, k: number of inputs and outputs.

@@ -1,8 +1,8 @@
-"""The infinite-width twin of a perceptron with an activation: a module of many neurons that are spread evenly.
+"""The infinite-width twin of a perceptron with an activation: a module of many evenly distributed neurons.
 
-The limit of one hidden layer is a distribution of neurons (u, v). Each of the twin's neurons is a point of it, drawn by
-Sobol's sequence, all of the same weight. Expectations over the distribution are means over its neurons, so that the
-ordinary probe measures the limit, to the error of the sequence.
+The limit of one hidden layer is a distribution of neurons (u, v). The twin's neurons are points of it from Sobol's
+sequence, with equal weights. Expectations over the distribution are means over neurons, so the ordinary probe measures
+the limit, up to the error of the sequence.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import torch
 from torch import nn
 
 from spectral_monitor.limits.neurons import DRAWN, drawn_points
-from spectral_monitor.limits.scales import WITHOUT_LIMIT, limit_scales, of_limit, param_groups
+from spectral_monitor.limits.scales import WITHOUT_LIMIT, at_limit, limit_scales, param_groups
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
 
 ENTRIES = 2**24
-"""Weights of a twin, at most: 64 MB in float32. Fewer neurons then stand for the distribution."""
+"""The largest number of weights of a twin: 64 MB in float32. Large layers get fewer neurons."""
 
 RELATIVE_TO_START = frozenset({"feature_drift", "kernel_drift", "kernel_alignment"})
-"""Quantities that the outputs at the start divide."""
+"""Quantities relative to the outputs at the start."""
 RELATIVE_TO_OUTPUTS = frozenset({"feature_change", "feature_change_local", "kernel_change", "sensitivity"})
-"""Quantities that the outputs before the step divide."""
+"""Quantities relative to the outputs before the step."""
 
 ACTIVATIONS = (
     *(nn.CELU, nn.ELU, nn.GELU, nn.Hardtanh, nn.LeakyReLU, nn.Mish, nn.ReLU),
     *(nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh),
 )
-"""Act on single entries and grow linearly at most; polynomials have limits that no finite network is near."""
+"""They act on single entries and grow at most linearly; limits of polynomials are far from any finite network."""
 
 
 @dataclass(frozen=True)
 class NeuronTwin:
-    """The neurons that stand for an infinitely wide hidden layer, as a module.
+    """The neurons that represent an infinitely wide hidden layer, as a module.
 
     Attributes:
-        module: reads what the original reads, and returns about the outputs that it has at infinite width.
+        module: takes the original's inputs, and returns approximately its outputs at infinite width.
         param_groups: for ``torch.optim.SGD``.
         size: number of neurons.
     """
@@ -50,26 +50,26 @@ class NeuronTwin:
     size: int
 
     def measurement(self, measured: Measurement) -> Measurement:
-        """Return what a probe measured on the module as it is at infinite width.
+        """Return a probe's measurement of the module with its values at infinite width.
 
-        Norms that go with the width become NaN, with that reason. So does what is relative to outputs that are 0 at the
-        start, which the twin's are to rounding only. All else is as it is. Verdicts and bands are left out. Layers'
-        names may have a prefix, as of a module around this one.
+        Norms that grow or shrink with the width become NaN, with that reason. So do quantities relative to outputs that
+        are 0 at the start; the twin's are 0 up to rounding. Other values stay. Verdicts and bands are left out. Names
+        of layers may have a prefix, from a module around this one.
         """
         *_, readout = (name for name, _ in self.module.named_children())
         values = {key: column.clone() for key, column in measured.values.items()}
         undefined = (RELATIVE_TO_START | (RELATIVE_TO_OUTPUTS if measured.step == 1 else set())) & values.keys()
         reasons: dict[str, str] = {}
-        for place, info in enumerate(measured.layers):
+        for i, info in enumerate(measured.layers):
             if info.name.split(".")[-1] == readout:
                 for key in undefined:
-                    values[key][place] = math.nan
+                    values[key][i] = math.nan
                     reasons[f"{key}/{info.name}"] = "outputs are 0 at the start"
             if info.name.split(".")[-2:] != [readout, "bias"]:  # k numbers, which do not depend on the width
                 for key in WITHOUT_LIMIT & values.keys():
-                    values[key][place] = math.nan
-        found = of_limit(measured, values)
-        return replace(found, reasons={**found.reasons, **reasons})
+                    values[key][i] = math.nan
+        limit = at_limit(measured, values)
+        return replace(limit, reasons={**limit.reasons, **reasons})
 
 
 def has_activation(module: nn.Module) -> bool:
@@ -90,7 +90,7 @@ def neuron_twin(module: nn.Sequential, parametrization: Parametrization, lr: flo
         seed: of the neurons.
 
     Raises:
-        ValueError: another module; a parametrization without this limit; a learning rate that is none.
+        ValueError: another module; a parametrization without this limit; an invalid learning rate.
 
     Source: "Feature Learning in Infinite-Width Neural Networks", Theorem 6.1.
 
@@ -112,12 +112,12 @@ def neuron_twin(module: nn.Sequential, parametrization: Parametrization, lr: flo
     assert isinstance(readout, nn.Linear)
     d, k = first.in_features, readout.out_features
     scales = limit_scales(parametrization, lr, d, k)
-    # An even number, for neurons come in pairs (u, v) and (u, -v): outputs are 0 at the start.
+    # Even, for neurons come in pairs (u, v) and (u, -v), so that outputs are 0 at the start.
     size = min(DRAWN, max(2, ENTRIES // (d + k) // 2 * 2))
     points = drawn_points(d, k, size, seed)
-    like = {"dtype": readout.weight.dtype, "device": readout.weight.device}
-    wide = nn.Linear(d, size, bias=first.bias is not None, **like)
-    out = nn.Linear(size, k, bias=readout.bias is not None, **like)
+    options = {"dtype": readout.weight.dtype, "device": readout.weight.device}
+    wide = nn.Linear(d, size, bias=first.bias is not None, **options)
+    out = nn.Linear(size, k, bias=readout.bias is not None, **options)
     with torch.no_grad():
         wide.weight.copy_(scales.su * points[:, :d])
         out.weight.copy_(scales.sv / size * points[:, d:].T)

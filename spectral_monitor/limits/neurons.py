@@ -18,18 +18,18 @@ from spectral_monitor.limits.linear import check_sizes
 from spectral_monitor.limits.populations import Activation, checked_derivatives, rates_of
 
 NODES = 60
-"""On each side of the Gauss-Hermite rule."""
+"""Nodes of the Gauss-Hermite rule in each dimension."""
 
 DRAWN = 2**17
-"""Points where there are too many dimensions for a rule: half of Sobol's sequence, half mirrored in v."""
+"""Points in more dimensions: half from Sobol's sequence, half mirrored in v."""
 
 
 class WeightedNeurons:
     """A perceptron with one hidden layer of infinite width under maximal updates.
 
     Entries begin as ``U ~ N(0, su^2)``, ``V ~ N(0, sv^2 / n^2)``; as applied, SGD moves them at rates ``lr n`` and
-    ``lr / n``. With a polynomial activation of degree 2 or more take few steps only: moments then come from neurons so
-    rare that no finite network has one.
+    ``lr / n``. With a polynomial activation of degree 2 or more take few steps only: later, moments depend on neurons
+    so rare that no finite network has one.
 
     Args:
         d: number of inputs.
@@ -37,8 +37,8 @@ class WeightedNeurons:
         phi: activation; differentiable by autograd.
         lr: learning rate, or those of U and V.
         su, sv: standard deviations at the start, see above.
-        nodes: of the Gauss-Hermite rule on each side, where ``d + k <= 3``.
-        seed: of Sobol's sequence, where ``d + k > 3``.
+        nodes: of the Gauss-Hermite rule in each dimension, if ``d + k <= 3``.
+        seed: of Sobol's sequence, if ``d + k > 3``.
 
     Raises:
         ValueError: sizes below 1, or learning rates that are not one for each matrix.
@@ -81,7 +81,7 @@ class WeightedNeurons:
         return self.features(x).T @ (self.weights[:, None] * self.V)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return the hidden features (N, B) of inputs (B, d); means over the layer weigh rows by ``weights``.
+        """Return the hidden features (N, B) of inputs (B, d); for means over the layer weight rows by ``weights``.
 
         Raises:
             ValueError: inputs of another shape.
@@ -110,7 +110,7 @@ class WeightedNeurons:
         with torch.enable_grad():
             h = (self.U @ x.double().T).requires_grad_()
             (slope,) = torch.autograd.grad(self.phi(h).sum(), h, materialize_grads=True)
-        # Both from the old values; no weight w, which is in the expectation only.
+        # Both from the old values; without the weight w, which belongs to expectations only.
         V = self.V - self._rates[1] * features @ chi
         self.U = self.U - self._rates[0] * (slope * (self.V @ chi.T)) @ x.double()
         self.V = V

@@ -1,11 +1,10 @@
 """Perceptrons of infinite width with any activation and depth, by populations of neurons.
 
 Notation: L hidden layers, N particles in each population, S indices (step, example) so far; ``x^l_t`` are features of
-population l at index t, ``dx^l_t`` what they receive from above, ``h^l_t`` inputs of the activation,
-``delta^l_t = phi'(h^l_t) dx^l_t``. Each is a vector of N particles. A
-population holds Gaussians F_t, which stand for the start of the matrix below applied to features, and G_t, which stand
-for the transpose of the matrix above applied to deltas. Expectations are means within one population; populations meet
-only in those numbers.
+population l at index t, ``dx^l_t`` their gradients from above, ``h^l_t`` inputs of the activation,
+``delta^l_t = phi'(h^l_t) dx^l_t``. Each is a vector of N particles. A population holds Gaussians F_t, which represent
+the initial matrix below applied to features, and G_t, which represent the transpose of the matrix above applied to
+deltas. Expectations are means within one population; populations share only these numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class _Gaussians:
-    """Gaussian vectors of N particles, drawn one by one, each given all before it."""
+    """Gaussian vectors of N particles, drawn one by one, each conditioned on the earlier ones."""
 
     def __init__(self, n: int, copies: int, generator: torch.Generator) -> None:
         self.n, self.copies, self.generator = n, copies, generator
@@ -32,41 +31,41 @@ class _Gaussians:
         self.values: list[Tensor] = []  # leaves of autograd, (n,)
 
     def draw(self, covariance: Tensor) -> Tensor:
-        """Return the next vector; ``covariance`` (S + 1,) is that with all before and with itself."""
-        # One more row of the Cholesky factor: root a = covariance with the earlier; the rest is independent.
+        """Return the next vector; ``covariance`` (S + 1,) is with the earlier ones and with itself."""
+        # One more row of the Cholesky factor, and an independent rest.
         S = len(self.values)
         row = torch.linalg.solve_triangular(self.root, covariance[:S, None], upper=False)[:, 0]
-        rest = (covariance[S] - row.square().sum()).item()
-        last = rest**0.5 if rest > 1e-10 * covariance[S].item() else 0.0
+        variance = (covariance[S] - row.square().sum()).item()
+        deviation = variance**0.5 if variance > 1e-10 * covariance[S].item() else 0.0
         root = torch.eye(S + 1, dtype=torch.float64)
         root[:S, :S], root[S, :S] = self.root, row
         # A vector that earlier ones determine has no noise; a diagonal of 1 keeps the factor regular.
-        root[S, S] = last if last > 0 else 1.0
+        root[S, S] = deviation if deviation > 0 else 1.0
         self.root = root
         noise = _mirrored(self.n, self.copies, self.generator)
-        self.noise.append(noise if last > 0 else torch.zeros_like(noise))
-        value = self.noise[-1] * last
+        self.noise.append(noise if deviation > 0 else torch.zeros_like(noise))
+        value = self.noise[-1] * deviation
         for weight, earlier in zip(row.tolist(), self.noise[:S], strict=True):
             value = value + weight * earlier
         self.values.append(value.requires_grad_())
         return self.values[-1]
 
     def forget(self) -> None:
-        """Take back the last draw."""
+        """Undo the last draw."""
         self.noise.pop()
         self.values.pop()
         self.root = self.root[:-1, :-1]
 
 
 def _mirrored(n: int, copies: int, generator: torch.Generator) -> Tensor:
-    """Return n draws of N(0, 1) that come in pairs (z, -z), each ``copies`` times in a row of blocks."""
+    """Return n draws of N(0, 1): ``copies`` blocks z, then as many blocks -z."""
     part = torch.randn(n // (2 * copies), generator=generator, dtype=torch.float64)
     return torch.cat([part] * copies + [-part] * copies)
 
 
 @dataclass
 class _Population:
-    """One hidden layer: what its particles hold at every index."""
+    """One hidden layer: the vectors of its particles at every index."""
 
     below: _Gaussians | None
     above: _Gaussians | None
@@ -80,7 +79,7 @@ class Populations:
 
     Entries begin as ``U ~ N(0, su^2)``, ``W ~ N(0, sw^2 / n)``, ``V ~ N(0, sv^2 / n^2)``; as applied, SGD moves them at
     rates ``lr n``, ``lr`` and ``lr / n``. An index s is an example in a step, so S is the batch size times the number
-    of steps. Memory is ``O(N S)`` and time ``O(N S^2)``: S = 300 is much.
+    of steps. Memory is ``O(N S)`` and time ``O(N S^2)``: S = 300 is slow.
 
     Args:
         d: number of inputs.
@@ -89,11 +88,12 @@ class Populations:
             ``derivatives`` is ``"stein"``.
         lr: learning rate, or one for each of the ``depth + 1`` matrices.
         k: number of outputs.
-        n: particles in each population, a multiple of 4; errors go as ``1/sqrt(n)``.
+        n: particles in each population, a multiple of 4; errors are of order ``1/sqrt(n)``.
         su, sw, sv: standard deviations at the start, see above.
-        decoupled: leave out what the same matrix does forwards and backwards, as if the transpose were independent.
-        derivatives: how expectations of derivatives are found. ``"stein"`` takes covariances with Gaussians, which
-            needs no second derivative of ``phi`` and so serves ReLU, at more noise.
+        decoupled: leave out correlations between the forward and the backward use of a matrix, as if the transpose
+            were independent.
+        derivatives: method for expectations of derivatives. ``"stein"`` takes covariances with Gaussians: it needs no
+            second derivative of ``phi``, so it suits ReLU, but it is noisier.
         seed: of the particles.
 
     Raises:
@@ -140,18 +140,18 @@ class Populations:
         self._rates = rates_of(lr, depth + 1)
         self._generator = torch.Generator().manual_seed(seed)
 
-        def gaussians(there: bool, copies: int) -> _Gaussians | None:
-            return _Gaussians(n, copies, self._generator) if there else None
+        def gaussians(present: bool, copies: int) -> _Gaussians | None:
+            return _Gaussians(n, copies, self._generator) if present else None
 
-        # In the last population all signs of (what comes from below, V) occur alike, so that f = 0 at the start; in
-        # those below, vectors are mirrored together.
+        # In the last population all sign combinations of (inputs from below, V) occur equally often, so that f = 0 at
+        # the start. In the others all vectors change sign together.
         copies = [1] * (depth - 1) + [2]
         self._layers = [_Population(gaussians(i > 0, c), gaussians(i < depth - 1, 1)) for i, c in enumerate(copies)]
         self._U = su * torch.stack([_mirrored(n, copies[0], self._generator) for _ in range(d)], 1)  # (N, d)
         quarter = torch.randn(n // 4, k, generator=self._generator, dtype=torch.float64)
         self._V = sv * torch.cat([quarter, -quarter] * 2)  # (N, k)
         self._inputs: list[Tensor] = []
-        self._done = 0  # indices of earlier steps
+        self._step_start = 0  # the number of indices of earlier steps
 
     def predict(self, x: Tensor) -> Tensor:
         """Return the outputs (B, k) at inputs (B, d), and leave the run as it is.
@@ -159,24 +159,24 @@ class Populations:
         Raises:
             ValueError: inputs of another shape.
         """
-        x, state, found = self._checked(x), self._generator.get_state(), []
+        x, state, outputs = self._checked(x), self._generator.get_state(), []
         for xi in x:
-            found.append(self._output(xi))
-            for here in self._layers:
-                for held in (here.x, here.slope):
-                    held.pop()
-                if here.below is not None:
-                    here.below.forget()
+            outputs.append(self._output(xi))
+            for layer in self._layers:
+                layer.x.pop()
+                layer.slope.pop()
+                if layer.below is not None:
+                    layer.below.forget()
         self._generator.set_state(state)
-        return torch.stack(found)
+        return torch.stack(outputs)
 
     def step(self, x: Tensor, loss_derivative: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the outputs (B, k) at inputs (B, d), then take a step of SGD on them.
 
         Args:
             x: (B, d) inputs.
-            loss_derivative: from the outputs (B, k), in float64, to the derivatives of the loss with respect to them,
-                of the same shape, the batch's weights in them.
+            loss_derivative: turns outputs (B, k), in float64, into the derivatives of the loss with respect to them, of
+                the same shape, divided by the batch size for a mean.
 
         Raises:
             ValueError: inputs or derivatives of another shape.
@@ -186,14 +186,14 @@ class Populations:
         chi = checked_derivatives(loss_derivative(f), f)
         top = self._layers[-1]
         for example in range(len(x)):
-            # Backward: the readout's weights are what the last population receives from above.
-            top.delta.append(top.slope[self._done + example] * (self._V @ chi[example]))
+            # Backward: the last population receives the readout's weights from above.
+            top.delta.append(top.slope[self._step_start + example] * (self._V @ chi[example]))
             for index in reversed(range(len(self._layers) - 1)):
-                self._backward(index, self._done + example)
+                self._backward(index, self._step_start + example)
         # With its graph: later deltas depend on the F_s of this step through V.
-        self._V = self._V - self._rates[-1] * torch.stack(top.x[self._done :], 1) @ chi
+        self._V = self._V - self._rates[-1] * torch.stack(top.x[self._step_start :], 1) @ chi
         self._inputs.extend(x)
-        self._done += len(x)
+        self._step_start += len(x)
         return f
 
     def _checked(self, x: Tensor) -> Tensor:
@@ -210,23 +210,25 @@ class Populations:
 
     def _forward(self, index: int, x: Tensor) -> None:
         """Append x_t and phi'(h_t) of one population."""
-        here = self._layers[index]
-        if here.below is None:
+        layer = self._layers[index]
+        if layer.below is None:
             # h_t = <xi_t, U> - lr sum_{s<t} <xi_s, xi_t> delta_s
             h = self._U @ x
-            for earlier, delta in zip(self._inputs, here.delta, strict=True):
+            for earlier, delta in zip(self._inputs, layer.delta, strict=True):
                 h = h - self._rates[0] * float(earlier @ x) * delta
         else:
             # h_t = F_t + sum_{s<t} [sw^2 E(d x_t / d G_s) - lr C(s, t)] delta_s, s of earlier steps
             before = self._layers[index - 1]
             above = before.above
             assert above is not None
-            C = torch.stack([(past.detach() * before.x[-1].detach()).mean() for past in before.x])  # (t + 1,)
-            h = here.below.draw(self.sw**2 * C)
-            slopes = self._derivatives(before.x[-1], above, self._done)
-            for s, delta in enumerate(here.delta):
+            C = torch.stack([(x_s.detach() * before.x[-1].detach()).mean() for x_s in before.x])  # (t + 1,)
+            h = layer.below.draw(self.sw**2 * C)
+            slopes = self._derivatives(before.x[-1], above, self._step_start)
+            for s, delta in enumerate(layer.delta):
                 h = h + (self.sw**2 * slopes[s] - self._rates[index] * C[s].item()) * delta
-        graph = len(self._layers) > 1 and not (self.stein or self.decoupled)  # else no derivative is asked for
+        graph = len(self._layers) > 1 and not (
+            self.stein or self.decoupled
+        )  # for derivatives with respect to Gaussians
         if not graph:
             h = h.detach()
         if not h.requires_grad:
@@ -234,22 +236,22 @@ class Populations:
         with torch.enable_grad():
             out = self.phi(h)
             (slope,) = torch.autograd.grad(out.sum(), h, create_graph=graph, materialize_grads=True)
-        here.x.append(out if graph else out.detach())
-        here.slope.append(slope if graph else slope.detach())
+        layer.x.append(out if graph else out.detach())
+        layer.slope.append(slope if graph else slope.detach())
 
     def _backward(self, index: int, t: int) -> None:
         """Append delta_t of one population below the last."""
-        here, after = self._layers[index], self._layers[index + 1]
-        assert here.above is not None
+        layer, after = self._layers[index], self._layers[index + 1]
+        assert layer.above is not None
         assert after.below is not None
         # dx_t = G_t + sum_{s<=t} sw^2 E(d delta_t / d F_s) x_s - lr sum_{s<t} D(s, t) x_s, the last of earlier steps
-        now = after.delta[-1]
-        D = torch.stack([(past.detach() * now.detach()).mean() for past in after.delta])  # (t + 1,)
-        dx = here.above.draw(self.sw**2 * D)
-        slopes = self._derivatives(now, after.below, t + 1)
-        for s, x in enumerate(here.x[: t + 1]):
-            dx = dx + (self.sw**2 * slopes[s] - self._rates[index + 1] * D[s].item() * (s < self._done)) * x
-        here.delta.append(here.slope[t] * dx)
+        delta_t = after.delta[-1]
+        D = torch.stack([(delta_s.detach() * delta_t.detach()).mean() for delta_s in after.delta])  # (t + 1,)
+        dx = layer.above.draw(self.sw**2 * D)
+        slopes = self._derivatives(delta_t, after.below, t + 1)
+        for s, x in enumerate(layer.x[: t + 1]):
+            dx = dx + (self.sw**2 * slopes[s] - self._rates[index + 1] * D[s].item() * (s < self._step_start)) * x
+        layer.delta.append(layer.slope[t] * dx)
 
     def _derivatives(self, value: Tensor, by: _Gaussians, count: int) -> list[float]:
         """Return E(d value / d G_s) for the first Gaussians; zeros if the transposed matrix counts as independent."""
@@ -257,10 +259,10 @@ class Populations:
             return [0.0] * count
         if self.stein:
             # G = root z with z independent: the gradient is root^-T E[z value], with E[z value] = E[d value / d z].
-            along = torch.stack([(z * value).mean() for z in by.noise[:count]])
+            covariances = torch.stack([(z * value).mean() for z in by.noise[:count]])
             root = by.root[:count, :count]
-            found = torch.linalg.solve_triangular(root.T, along[:, None], upper=True)[:, 0]
-            return [float(each) for each in found]
+            gradients = torch.linalg.solve_triangular(root.T, covariances[:, None], upper=True)[:, 0]
+            return [float(gradient) for gradient in gradients]
         if not value.requires_grad:
             return [0.0] * count
         grads = torch.autograd.grad(value.sum(), by.values[:count], retain_graph=True, materialize_grads=True)

@@ -1,6 +1,6 @@
 """The infinite-width twin of a module: an ordinary module of width d + k, trained by plain SGD.
 
-It exists where a linear map follows an embedding or a linear map with nothing between: word vectors, LoRA pairs, matrix
+It exists where a linear map directly follows an embedding or a linear map: word vectors, LoRA pairs, matrix
 factorization, probes with a bottleneck.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spectral_monitor.limits.neuron_twin import NeuronTwin, has_activation, neuron_twin
-from spectral_monitor.limits.scales import WITHOUT_LIMIT, limit_scales, of_limit, param_groups
+from spectral_monitor.limits.scales import WITHOUT_LIMIT, at_limit, limit_scales, param_groups
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.parametrization.rules import Parametrization
 
@@ -38,7 +38,7 @@ class Twin:
     """The coefficients of an infinitely wide module, as a module of width d + k.
 
     Attributes:
-        module: reads what the original reads, and returns the outputs that it has at infinite width.
+        module: takes the original's inputs, and returns its outputs at infinite width.
         param_groups: for ``torch.optim.SGD``, with the learning rates at infinite width.
         size: d + k, the width of the module.
     """
@@ -48,37 +48,37 @@ class Twin:
     size: int
 
     def measurement(self, measured: Measurement) -> Measurement:
-        """Return what a probe measured on the module as it is at infinite width.
+        """Return a probe's measurement of the module with its values at infinite width.
 
-        Norms that go with the width become NaN, with that reason. Verdicts and bands are left out: the coefficients
-        are no network to judge. Layers' names may have a prefix, as of a module around this one.
+        Norms that grow or shrink with the width become NaN, with that reason. Verdicts and bands are left out: the
+        coefficients are no network to judge. Names of layers may have a prefix, from a module around this one.
         """
         hidden, readout = (name for name, _ in self.module.named_children())
         values = {key: column.clone() for key, column in measured.values.items()}
-        for place, info in enumerate(measured.layers):
+        for i, info in enumerate(measured.layers):
             parts = info.name.split(".")
             layer: Layer = "hidden" if hidden in parts else "readout"
             if layer == "readout" and readout in parts and parts[-1] == "bias":
                 continue  # k numbers, which do not depend on the width
             for key, column in values.items():
-                column[place] = at_infinite_width(key, float(column[place]), layer=layer, size=self.size)
-        return of_limit(measured, values)
+                column[i] = at_infinite_width(key, float(column[i]), layer=layer, size=self.size)
+        return at_limit(measured, values)
 
 
 def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin:
     """Return the infinite-width limit of a module as an ordinary module.
 
-    Plain SGD on it, momentum, weight decay and clipping by the norm included, is the limit of the same on the original.
-    Adam is not: it acts on entries, and the coefficients are in other axes.
+    SGD on it, with momentum, weight decay and clipping by the norm, is the limit of SGD on the original. Adam is not:
+    it acts on entries, and the coefficients have other axes.
 
     Args:
         module: an ``nn.Sequential`` of an ``nn.Linear`` or ``nn.Embedding`` and an ``nn.Linear``. Its weights are not
-            read: the twin begins where the parametrization begins.
+            read: the twin begins as the parametrization says.
         parametrization: with maximal updates, such as ``MUP``.
         lr: the learning rate that the parametrization's factors multiply.
 
     Raises:
-        ValueError: another module, by name; a parametrization without this limit; a learning rate that is none.
+        ValueError: another module, by name; a parametrization without this limit; an invalid learning rate.
 
     Source: "Feature Learning in Infinite-Width Neural Networks", Theorem D.1.
 
@@ -120,7 +120,7 @@ def twin(module: nn.Module, parametrization: Parametrization, lr: float) -> Twin
 
 
 def twin_inside(module: nn.Module, parametrization: Parametrization, lr: float) -> tuple[nn.Module, Twin | NeuronTwin]:
-    """Return a module whose layers are replaced by their twin, in place, and the twin.
+    """Return a module whose layers are replaced by their twin, in place, and that twin.
 
     Args:
         module: an ``nn.Sequential`` as for :func:`twin`, one with an activation of single entries between two
@@ -132,15 +132,15 @@ def twin_inside(module: nn.Module, parametrization: Parametrization, lr: float) 
         ValueError: a module without such layers; the rest as for :func:`twin`.
     """
     if type(module) is nn.Sequential:
-        made = _any_twin(module, parametrization, lr)
-        return made.module, made
-    every = {id(parameter) for parameter in module.parameters()}
+        replacement = _any_twin(module, parametrization, lr)
+        return replacement.module, replacement
+    all_ids = {id(parameter) for parameter in module.parameters()}
     for parent in module.modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Sequential and {id(parameter) for parameter in child.parameters()} == every:
-                made = _any_twin(child, parametrization, lr)
-                setattr(parent, name, made.module)
-                return module, made
+            if type(child) is nn.Sequential and {id(parameter) for parameter in child.parameters()} == all_ids:
+                replacement = _any_twin(child, parametrization, lr)
+                setattr(parent, name, replacement.module)
+                return module, replacement
     raise ValueError(f"{type(module).__name__} has no exact limit here: supported is a module around an {SUPPORTED}")
 
 
@@ -159,7 +159,7 @@ def at_infinite_width(key: str, value: float, *, layer: Layer, size: int) -> flo
         size: width d + k of the twin.
 
     Returns:
-        The value; NaN for what has no limit.
+        The value; NaN for a quantity without a limit.
 
     Example:
         >>> at_infinite_width("feature_rms", 0.5, layer="hidden", size=16)

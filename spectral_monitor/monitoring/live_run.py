@@ -51,12 +51,8 @@ class LiveRun(MeasuredRun):
     ) -> Verdict | None:
         """Judge, keep and log a measurement and correct learning rates; return the verdict to stop training for.
 
-        Args:
-            measurement: the next measurement.
-            supervisor: judges and corrects.
-            write: logs the measurement.
-            tell: receives a line on each notable correction.
-            is_first: whether this process warns for all.
+        ``write`` logs the measurement, ``tell`` receives a line on each notable correction, and ``is_first`` says
+        whether this process warns for all.
         """
         measurement = supervisor.judge(measurement, announce if is_first else lambda text: None)
         self._hyperparameters = supervisor.settings

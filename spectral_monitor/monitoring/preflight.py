@@ -1,4 +1,4 @@
-"""A trial of a few steps before a long job: measured layers, present faults and costs."""
+"""A trial of a few steps before a long job: the measured layers, faults and costs."""
 
 from __future__ import annotations
 
@@ -100,16 +100,17 @@ class Check:
         from spectral_monitor.reporting.text.lines import Column, Table
 
         state = tally(self.measurement).state
-        found = []
+        lines = []
         for root in self.measurement.roots:
             names = named_by(root)
-            found.append(f"{names_in(self.measurement, names)}: {root.sentence}" if names else root.sentence)
+            lines.append(f"  {names_in(self.measurement, names)}: {root.sentence}" if names else f"  {root.sentence}")
         title = f"spectral monitor, {STEPS} steps of a copy: {self._answer()}"
-        yield Table(title, (), tuple(f"  {line}" for line in found), state=state)
+        yield Table(title, (), tuple(lines), state=state)
         roles = self.roles.table()
-        reasons = dict.fromkeys(self.missing.values())
-        keys = [", ".join(key for key, why in self.missing.items() if why == reason) for reason in reasons]
-        missing = [f"not measured: {some}: {reason}" for some, reason in zip(keys, reasons, strict=True)]
+        keys: dict[str, list[str]] = {}  # reason -> the quantities that are missing for it
+        for key, reason in self.missing.items():
+            keys.setdefault(reason, []).append(key)
+        missing = [f"not measured: {', '.join(group)}: {reason}" for reason, group in keys.items()]
         yield Table(roles.title, roles.columns, (*roles.foot, *missing))
         columns = (
             Column("tier", tuple(cost.tier for cost in self.costs), text=True),
@@ -118,8 +119,8 @@ class Check:
             Column(f"every {EVERY}th step", tuple(f"{100 * cost.share:.2g} %" for cost in self.costs)),
             Column("1 % is every", tuple(f"{cost.interval} steps" for cost in self.costs)),
         )
-        plain = f"a plain step takes {1e3 * self.step_seconds:.3g} ms here, measuring a step adds:"
-        yield Table(plain, columns, self.notes)
+        title = f"a plain step takes {1e3 * self.step_seconds:.3g} ms here, measuring a step adds:"
+        yield Table(title, columns, self.notes)
 
     def __repr__(self) -> str:
         return "\n\n".join(map(str, self._tables()))
@@ -139,23 +140,23 @@ def check(
     condition: SpectralCondition = SpectralCondition(),
     roles: Mapping[str, str] | None = None,
 ) -> Check:
-    """Train a copy for a few steps on one batch, and say what a monitor would say: ten seconds before ten days.
+    """Train a copy for a few steps on one batch, and return what a monitor would report: ten seconds before ten days.
 
     The model, its optimizer, the batch and all random generators stay bit for bit as they are. The copy takes the
     memory of the model and its optimizer's state once more.
 
     Args:
         model: the module that is to be trained. A ``LightningModule`` needs neither an optimizer nor a loss.
-        batch: one batch: ``(inputs, ..., targets)`` with a loss. Without one it is what ``training_step`` takes, or
-            what the model takes to return its loss: a mapping for keywords, a tuple for arguments.
+        batch: one batch: ``(inputs, ..., targets)`` with a loss. Without a loss it is the argument of
+            ``training_step``, or of a model that returns its loss: a mapping for keywords, a tuple for arguments.
         optimizer: its optimizer, or several. Learning rates that a schedule has lowered are set to their peak in the
             copy.
         loss: ``loss(outputs, targets)``, such as ``torch.nn.functional.cross_entropy``.
-        condition: what layers are held against.
+        condition: the limits that layers are judged by.
         roles: pattern -> role, where a guess is wrong.
 
     Raises:
-        TypeError: something is not what it should be, in a sentence.
+        TypeError: an argument of the wrong kind.
         ValueError: the model cannot be copied or measured, or no loss is found.
 
     Example:
@@ -163,8 +164,9 @@ def check(
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> found = check(model, (torch.randn(16, 4), torch.randint(2, (16,))), optimizer, nn.functional.cross_entropy)
-        >>> found.roles["2"], [cost.tier for cost in found.costs]
+        >>> batch = torch.randn(16, 4), torch.randint(2, (16,))
+        >>> result = check(model, batch, optimizer, nn.functional.cross_entropy)
+        >>> result.roles["2"], [cost.tier for cost in result.costs]
         ('readout', ['light', 'standard', 'full'])
     """
     _refuse(model, batch, loss)
@@ -178,8 +180,8 @@ def check(
             probes[tier] = _probed(trial, tier, condition, roles)
     costs = []
     for tier, probe in probes.items():
-        spent = min(m.summary["overhead_ms"] / 1e3 for m in list(probe.measurements)[1:])
-        costs.append(TierCost(tier, spent, spent / plain))
+        seconds = min(m.summary["overhead_ms"] / 1e3 for m in list(probe.measurements)[1:])
+        costs.append(TierCost(tier, seconds, seconds / plain))
     return Check(probes[TIER], probes["full"], costs, plain, list(dict.fromkeys(notes)))
 
 

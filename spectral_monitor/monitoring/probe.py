@@ -35,9 +35,8 @@ class SpectralProbe(ResumableRun):
     """Measures optimizer steps of a bare training loop.
 
     Wrap the forward, the backward and the optimizer's step of an iteration in ``with probe.step():``. Every
-    ``every_n_steps``-th such block is measured; the others cost a comparison. Training is not changed, except with
-    ``mode="correct"``: parameters, optimizer state, gradients, buffers and random states stay bit for bit what they
-    would have been.
+    ``every_n_steps``-th such block is measured; the others cost a comparison. Training does not change, except with
+    ``mode="correct"``: parameters, optimizer state, gradients, buffers and random states are bit for bit the same.
 
     On several processes (DDP, FSDP1, FSDP2, tensor parallelism) make the probe in all of them, once the model is
     wrapped and sharded, and open its steps in all of them. Numbers are those of one process with the whole batch, and
@@ -52,11 +51,11 @@ class SpectralProbe(ResumableRun):
         optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
         every_n_steps: measure every n-th step; or steps in words, ``"1, 2, 4, ..., every 100"``; or a mapping
             from tiers and keys to either, such as ``{"light": 10, "standard": 100}`` or ``{"update_norm": 1,
-            "feature_change": 50}``: a tier stands for its own quantities, not for those of the tiers below, and at a
-            step only what is due is measured and paid for.
+            "feature_change": 50}``: a tier stands for its own quantities, not for those of the tiers below. At a step
+            only quantities that are due cost time.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
-            or a list of keys; only what is asked for is paid for.
+            or a list of keys; only requested quantities cost time.
         include: fnmatch patterns on module or layer names; only these are measured.
         exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> ``"hidden"``, ``"embedding"``, ``"output"``, ``"vector"`` or ``"ignore"``, where the
@@ -65,45 +64,45 @@ class SpectralProbe(ResumableRun):
         heads: pattern on attention modules or their query projections -> number of heads, where the module does not
             say it.
         nodes: fnmatch patterns on modules whose outputs are measured although they have no weight, such as
-            ``["blocks.*", "norm"]``: how they change, and the angle and the sensitivity of that change.
+            ``["blocks.*", "norm"]``: their change, and its angle and sensitivity.
         max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
         replay_samples: samples that are run again after the step, the first ones of the batch (of each process's);
-            ``None`` for all. What is compared is then of these, ``summary/feature_error`` says how far it may be from
-            that of all, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more of them while that
-            error is above a tenth. All are run where some do not give alone what they give among the others, which
-            is seen at the first measured step: with dropout, or batch normalization in training mode.
+            ``None`` for all. With fewer, ``summary/feature_error`` says how far changes of features may be from those
+            of the whole batch, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more while that error
+            is above a tenth. All are run where a sample's outputs differ without the others, as with dropout or batch
+            normalization in training mode; the first measured step shows it.
         tol: relative tolerance of spectral norms.
         drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
         history: measurements kept in :attr:`measurements`.
-        condition: what layers are held against; every measurement has its verdicts.
+        condition: the limits that layers are judged by; every measurement has its verdicts.
         correction: how learning rates are corrected, with ``mode="correct"``.
         mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
             ``"correct"`` also corrects learning rates, of steps inside ``probe.step()``.
-        sinks: what is given every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`;
-            :meth:`close` tells them when training is over.
+        sinks: receive every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`;
+            :meth:`close` closes them when training is over.
         low_memory: keep the weights before the update, and the copy that guards them during the extra forward, in host
             memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
-        max_overhead: share of training time that measuring may take, such as ``0.01``: steps that are due are passed
-            over until the time since the last measured one makes up for what that took, and a line says how far apart
-            they are. The first two of a run, which take longest, are not waited for. ``None``: nothing is timed;
-            ``"auto"``: as in :class:`~spectral_monitor.SpectralMonitor`.
+        max_overhead: share of training time that measuring may take, such as ``0.01``. Due steps are skipped until the
+            last measurement has cost no more than that share of the time since, and a line reports the interval. The
+            first two measurements of a run take longest and delay nothing. ``None``: nothing is timed; ``"auto"``: as
+            in :class:`~spectral_monitor.SpectralMonitor`.
         on_verdict: is called with every root :class:`~spectral_monitor.Verdict` that begins: to send a message, say.
-            What it raises becomes a warning.
+            Its errors become warnings.
         stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which :attr:`should_stop` becomes true, in
             all processes at once; ``"any"`` for all.
         data_parallel_rank: the number of the batch this process gets, where some processes share one, as under tensor
             parallelism; by default each process gets its own.
-        verbose: whether the first process prints what a correction does, in lines.
+        verbose: whether the first process prints a line on each notable correction.
 
     Attributes:
         should_stop: whether a verdict of ``stop_on`` has begun; leave the loop then.
         rank: of this process.
-        processes: how many train together.
+        processes: the number that train together.
 
     Raises:
         ValueError: an argument out of range, an unknown key, a pattern that matches nothing, a role or number of
             blocks that does not fit, LBFGS with feature quantities; on several processes, models or weights that
-            differ, placements that are not known, tensor parallelism without ``data_parallel_rank``.
+            differ, unknown placements, tensor parallelism without ``data_parallel_rank``.
 
     Example:
         >>> import torch
@@ -152,7 +151,7 @@ class SpectralProbe(ResumableRun):
         verbose: bool = True,
     ) -> None:
         self.should_stop = False
-        given_sinks = checked_sinks(sinks)
+        sinks = checked_sinks(sinks)
         correction = checked(mode, condition, correction)
         settings = Settings(
             every_n_steps=every_n_steps,
@@ -177,15 +176,15 @@ class SpectralProbe(ResumableRun):
         optimizers = unwrap_optimizers(optimizer, model)
         processes = training_processes(model, data_parallel_rank)
         if processes is not None:
-            given_options = {one.name: getattr(settings, one.name) for one in fields(settings) if one.init}
-            check_settings({**given_options, "mode": mode, "correction": correction}, processes)
+            options = {field.name: getattr(settings, field.name) for field in fields(settings) if field.init}
+            check_settings({**options, "mode": mode, "correction": correction}, processes)
         self.rank, self.processes = (0, 1) if processes is None else (processes.rank, processes.size)
         self._warn = WarnOnce(silent=not self.is_first)
         self._verbose = verbose and self.is_first
-        self._sinks = Sinks(given_sinks if self.is_first else (), self._warn)
-        inside = unwrap_model(model)
-        wrapper = fsdp1_wrapper(model, inside)
-        self._engine = Engine(inside, optimizers, settings, processes, wrapper, corrected=mode == "correct")
+        self._sinks = Sinks(sinks if self.is_first else (), self._warn)
+        module = unwrap_model(model)
+        wrapper = fsdp1_wrapper(model, module)
+        self._engine = Engine(module, optimizers, settings, processes, wrapper, corrected=mode == "correct")
         if processes is not None:
             check_alike(self._engine.copied(), processes)
         self._supervisor = Supervisor(mode, condition, correction, self._engine)
@@ -200,31 +199,31 @@ class SpectralProbe(ResumableRun):
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """Layer -> what its learning rate is multiplied with; empty without a correction."""
+        """Layer -> factor on its learning rate; empty without a correction."""
         return self._supervisor.multipliers
 
     def param_groups_code(self) -> str:
-        """Return Python code that makes the optimizers with the learning rates found; empty without a correction."""
+        """Return Python code that makes the optimizers with corrected learning rates; empty without a correction."""
         return self._supervisor.param_groups_code()
 
     def role_table(self) -> str:
-        """Return the table of layers and their roles, and of what is not measured and why."""
+        """Return a table of layers and their roles, and of parameters that are not measured and why."""
         return role_table(self.anatomy)
 
     def roles(self) -> Roles:
-        """Return every measured layer with its role, and what is not measured."""
+        """Return every measured layer with its role, and the parameters that are not measured."""
         return Roles.of(self.anatomy)
 
     def step(self, *, accumulated: int = 1) -> AbstractContextManager[None]:
         """Return the ``with`` block around forward, backward and ``optimizer.step()`` of one iteration.
 
         Args:
-            accumulated: what the loss was divided by, when gradients are accumulated over that many micro-batches;
+            accumulated: number of micro-batches that gradients are accumulated over, by which the loss was divided;
                 features are those of the last one.
 
         Raises:
             ValueError: ``accumulated`` is no integer, or below 1.
-            RuntimeError: another correction has the optimizer.
+            RuntimeError: another correction already works on the optimizer.
         """
         if isinstance(accumulated, bool) or not isinstance(accumulated, int) or accumulated < 1:
             raise ValueError(f"accumulated is a number of micro-batches, an integer of at least 1, got {accumulated!r}")
@@ -244,7 +243,7 @@ class SpectralProbe(ResumableRun):
         self.end_step(accumulated=accumulated)
 
     def begin_step(self) -> None:
-        """Begin a step where that is no block of code, as in callbacks of a trainer; :meth:`end_step` ends it."""
+        """Begin a step that is not a block of code, as in callbacks of a trainer; :meth:`end_step` ends it."""
         self._unentered = False
         if self._open:
             self.abandon_step()
@@ -260,40 +259,38 @@ class SpectralProbe(ResumableRun):
         self._watch.begin(due)
 
     def report_loss(self, loss: Tensor, again: Callable[[], Tensor] | None = None) -> None:
-        """Tell the loss on which ``backward`` is called in this step; there is no need to where the model returns it.
+        """Report the loss on which ``backward`` is called in this step; not needed where the model returns it.
 
-        With it ``summary/loss_distance`` is known, and verdicts can tell targets that are far too large.
-
-        Where gradients are accumulated it may be called for each micro-batch.
+        It makes ``summary/loss_distance`` known, and shows verdicts whether targets are far too large. Where gradients
+        are accumulated, it may be called for each micro-batch.
 
         Args:
-            loss: that one.
-            again: computes it once more, of the same batch, before it is divided by the number of micro-batches. Then
-                ``summary/loss_change`` and ``summary/edge`` are known, from the second measured step with features on.
-                A correction looks by itself, now and then, and shortens steps that go too far. There is no need to
-                where the model returns the loss. Where gradients are accumulated, it has to know this of each
-                micro-batch.
+            loss: a scalar tensor.
+            again: computes the loss once more, of the same batch, before it is divided by the number of micro-batches.
+                It makes ``summary/loss_change`` and ``summary/edge`` known, from the second measured step with features
+                on. A correction uses it now and then, and shortens steps that go too far. It is not needed where the
+                model returns the loss. Where gradients are accumulated, each micro-batch needs its own.
 
         Raises:
-            ValueError: it is not a scalar.
+            ValueError: the loss is not a scalar.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"report_loss needs the scalar tensor that backward is called on, got {loss!r}")
         self._watch.report_loss(loss, again)
 
     def report_schedule(self, scheduler: LRScheduler, steps: int) -> None:
-        """Tell where the learning rates will go, before training.
+        """Report the schedule of the learning rates, before training.
 
-        Verdicts then tell a warm-up that is longer than training and a schedule that ends too early. A correction needs
-        it only where a schedule does not come to the learning rate that the optimizer was made with, and is not torch's
-        ``OneCycleLR``: that of the first transformer, whose function returns learning rates.
+        Verdicts then show a warm-up that is longer than training and a schedule that ends too early. A correction needs
+        it only where a schedule never reaches the learning rate that the optimizer was made with, and is not torch's
+        ``OneCycleLR``: such as that of the first transformer, whose function returns learning rates.
 
         Args:
-            scheduler: any of torch's that goes by no metric, or one built like them.
-            steps: how often it will be called.
+            scheduler: any of torch's that needs no metric, or one built like them.
+            steps: the number of its calls in training.
 
         Raises:
-            ValueError: it cannot be looked ahead.
+            ValueError: its learning rates cannot be computed ahead.
         """
         try:
             plans = LookAhead(scheduler, [self._engine.model]).plans(steps)
@@ -303,19 +300,19 @@ class SpectralProbe(ResumableRun):
             self._supervisor.plan(group["params"], plan)
 
     def abandon_step(self) -> None:
-        """Give up a step that was begun, such as one that raised; safe to call at any time."""
+        """Give up a step that has begun, such as one that raised an error; safe to call at any time."""
         self._open = False
         self._watch.forget()
         self._engine.disarm()
         self._supervisor.disarm()
 
     def end_step(self, *, accumulated: int = 1, loss_parts: int = 1) -> None:
-        """Measure the step that was begun, if it is one that is measured.
+        """Measure the step that has begun, if measurements are due.
 
         Args:
             accumulated: as for :meth:`step`.
-            loss_parts: of how many losses like the one the model returns, of micro-batches and processes, that of the
-                step is the sum, where the model divides by the tokens of all of them; 1 where it is their mean.
+            loss_parts: where the model divides its loss by the tokens of all micro-batches and processes, the number of
+                such losses in the sum that is the step's loss; 1 where that is their mean.
         """
         if self._watch.postpone():
             self.steps -= 1
@@ -334,7 +331,7 @@ class SpectralProbe(ResumableRun):
             print(in_lines(f"spectral monitor: {text}"), flush=True)
 
     def close(self) -> None:
-        """Tell the sinks that training is over; without sinks there is no need to."""
+        """Close the sinks after training; without sinks it does nothing."""
         self._sinks.close()
 
     def __repr__(self) -> str:

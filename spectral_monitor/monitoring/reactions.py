@@ -12,12 +12,18 @@ from spectral_monitor.suggestions import unknown
 OnVerdict = Callable[[Verdict], object]
 ANY = "any"
 """Stands for every cause."""
-_OTHERS = {"nan": "diverged", "inf": "diverged", "explode": "exploding", "divergence": "diverged", "lr": "lr_too_large"}
+_SYNONYMS = {
+    "nan": "diverged",
+    "inf": "diverged",
+    "explode": "exploding",
+    "divergence": "diverged",
+    "lr": "lr_too_large",
+}
 """Words that people try for a cause -> the cause."""
 
 
 class Reactions:
-    """Calls a function for each verdict that begins, and tells whether to stop training.
+    """Calls a function for each verdict that begins, and finds the one to stop training for.
 
     Args:
         on_verdict: is called with each root verdict that begins. Its errors become warnings.
@@ -42,15 +48,15 @@ unmoved, vanishing, readout_width, frobenius_rule, readout_takes_all, diverged, 
     def __init__(self, on_verdict: OnVerdict | None, stop_on: str | Sequence[str]) -> None:
         if on_verdict is not None and not callable(on_verdict):
             raise TypeError(f"on_verdict must be a function of a verdict, got {on_verdict!r}")
-        given = [stop_on] if isinstance(stop_on, str) else stop_on
-        causes = list(given) if isinstance(given, Iterable) else [given]
+        values = [stop_on] if isinstance(stop_on, str) else stop_on
+        causes = list(values) if isinstance(values, Iterable) else [values]
         if not all(isinstance(cause, str) for cause in causes):
             valid = ", ".join([ANY, *CAUSES])
             raise TypeError(f"stop_on must be a cause or a list of them, got {stop_on!r}; valid: {valid}")
         for cause in causes:
             if cause != ANY and cause not in CAUSES:
-                if cause in _OTHERS:
-                    raise ValueError(f"stop_on: no cause {cause!r}; did you mean {_OTHERS[cause]!r}?")
+                if cause in _SYNONYMS:
+                    raise ValueError(f"stop_on: no cause {cause!r}; did you mean {_SYNONYMS[cause]!r}?")
                 raise ValueError(f"stop_on: {unknown('cause', cause, [ANY, *CAUSES])}")
         self._on_verdict, self._causes = on_verdict, frozenset(causes)
 

@@ -43,27 +43,27 @@ class ResumableRun(LiveRun):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resume from a state, in all processes, after the model has its weights back.
 
-        A warning names what starts again all the same, such as ``feature_drift`` if the batch held more than tensors,
+        A warning names what has to start again, such as ``feature_drift`` if the batch held more than tensors,
         containers and numbers.
 
         Args:
-            state: state that this process saved; if the number of processes has changed, the states of all, by rank.
+            state: the state that this process saved; if the number of processes has changed, those of all, by rank.
 
         Raises:
-            ValueError: the state is of other layers, which are named, or of another version; nothing has changed then.
+            ValueError: the state has other layers, which are named, or another version; nothing has changed then.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         if not states:
             raise ValueError("load_state_dict was given the states of no process")
-        for one in states:
-            if not isinstance(one, Mapping) or not {"steps", "state", "tensors"} <= one.keys():
+        for item in states:
+            if not isinstance(item, Mapping) or not {"steps", "state", "tensors"} <= item.keys():
                 raise ValueError("load_state_dict needs what state_dict() returned, with steps, state and tensors")
-        mine, tensors = self._engine.part_of(states)
-        restarted = self._engine.restore(mine["state"], tensors, int(mine["steps"]))
-        self.steps = int(mine["steps"])
+        local, tensors = self._engine.part_of(states)
+        restarted = self._engine.restore(local["state"], tensors, int(local["steps"]))
+        self.steps = int(local["steps"])
         self._begun = self.steps > 0
-        if "oversight" in mine["state"]:
-            self._supervisor.load_state_dict(mine["state"]["oversight"])
+        if "oversight" in local["state"]:
+            self._supervisor.load_state_dict(local["state"]["oversight"])
         if restarted and self.is_first:
             warnings.warn(f"resumed at step {self.steps}: {'; '.join(restarted)}", SpectralMonitorWarning, stacklevel=2)
 

@@ -24,7 +24,7 @@ from spectral_monitor.state.snapshot import Snapshot
 
 
 class LossReplay(Repeatable):
-    """The loss of a step in a plain loop, to be computed again: a function, and the state at the start of the step.
+    """The loss of a step in a plain loop, computed again by a function from the state at the start of the step.
 
     It is made when the step begins; :attr:`function` is set when the loop reports its loss.
 
@@ -49,17 +49,17 @@ class LossReplay(Repeatable):
 class StepWatch:
     """Arms the engine for a step that is due, keeps the losses that the loop reports, and ends the measurement.
 
-    Optimizers of Accelerate tell whether a block ends with a step. A block that only accumulates gradients belongs to
+    Optimizers of Accelerate show whether a block ends with a step. A block that only accumulates gradients belongs to
     the next one.
     """
 
     def __init__(self, engine: Engine, optimizers: object, asks_for_loss: bool) -> None:
-        """``optimizers``: as the user gave them; ``asks_for_loss``: whether to ask for the loss after a step if the
-        loop can compute it again, which a correction does by itself.
+        """``optimizers``: as the user gave them; ``asks_for_loss``: whether to measure the loss after a step where the
+        loop can compute it again; a correction asks for it by itself.
         """
         self._engine, self._asks_for_loss = engine, asks_for_loss
-        given: Iterable[Any] = optimizers if isinstance(optimizers, Iterable) else [optimizers]
-        self._accelerated = [item for item in given if hasattr(item, "gradient_state")]
+        items: Iterable[Any] = optimizers if isinstance(optimizers, Iterable) else [optimizers]
+        self._accelerated = [item for item in items if hasattr(item, "gradient_state")]
         self._postponed: frozenset[str] = frozenset()
         self._blocks = 1
         self._replayable = False
@@ -68,7 +68,7 @@ class StepWatch:
         self.forget()
 
     def forget(self) -> None:
-        """Drop everything about the present step."""
+        """Drop everything about the current step."""
         self._hooks.remove(self._handles)
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
@@ -93,25 +93,24 @@ class StepWatch:
         if in_backward() or in_transform():
             return
         with suppress(Exception):  # then it stays unknown
-            for x in (x for x in tensors_in(output) if x.grad_fn is not None):
-                if self._engine.on_graph is not None:
-                    self._engine.on_graph(x)
-                return
+            first = next((tensor for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
+            if self._engine.on_graph is not None and first is not None:
+                self._engine.on_graph(first)
 
-    def report_loss(self, loss: Tensor, again: Callable[[], Tensor] | None) -> None:
+    def report_loss(self, loss: Tensor, recompute: Callable[[], Tensor] | None) -> None:
         """Take the loss of a micro-batch, and the function that computes it again."""
-        self._replayable |= again is not None and self._asks_for_loss
+        self._replayable |= recompute is not None and self._asks_for_loss
         if self._keys:
             self._loss = loss.detach().reshape(()).clone()
             with suppress(Exception):  # then it stays unknown
                 self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
                 if self._engine.on_graph is not None:
                     self._engine.on_graph(loss.reshape(()))
-            if self._replay is not None and again is not None:
-                self._replay.function = again
+            if self._replay is not None and recompute is not None:
+                self._replay.function = recompute
                 self._engine.step_loss.offer(self._replay, earlier=self._earlier)
                 self._earlier.append(MicroBatch(self._replay, self._loss))
-                self._replay = LossReplay(self._engine.model)  # of the next micro-batch, if there is one
+                self._replay = LossReplay(self._engine.model)  # for the next micro-batch, if there is one
 
     def postpone(self) -> bool:
         """Return whether the block ends without a step; then its quantities are due in the next block."""
@@ -129,5 +128,5 @@ class StepWatch:
             return None
         if blocks > 1:  # Accelerate has divided the loss inside its backward
             accumulated, loss = blocks, None if loss is None else loss / blocks
-        given = StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts, unfit_loss_input=unfit)
-        return self._engine.finish(step, given)
+        step_inputs = StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts, unfit_loss_input=unfit)
+        return self._engine.finish(step, step_inputs)

@@ -18,21 +18,22 @@ from spectral_monitor.condition.optimizers.forgotten import Forgotten
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.plans import Plan
 from spectral_monitor.condition.optimizers.recipe import describe
-from spectral_monitor.correction import Corrector, LRCorrection, looks_drawn, rescale, starting_norm
+from spectral_monitor.correction import Corrector, LRCorrection
 from spectral_monitor.engine import CLEARED, START, STEP_LOSS, TURN, Engine
 from spectral_monitor.engine.results.loss import UPHILL
 from spectral_monitor.layers.inspect_model import LEFT_OUT
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.monitoring.correction_report import CorrectionReport, held
+from spectral_monitor.monitoring.correction_report import CorrectionReport, limits_reached
 from spectral_monitor.monitoring.settings import Mode
+from spectral_monitor.parametrization.init import looks_drawn, rescale, starting_norm
 from spectral_monitor.reporting.content.headline import announcement
 
 BEGINNING = frozenset({"weight_natural", "drift_ratio"})
-"""Quantities that tell which layers began at zero; if asked for, they are measured at the first measured step."""
+"""Quantities that show which layers began at zero; if requested, they are measured at the first measured step."""
 
 EARLY = 8
-"""Among the first steps that a correction measures, each is later than the last by one part in this many."""
+"""Each of the first steps that a correction measures is later than the last by one part in this many."""
 
 
 class Supervisor:
@@ -58,10 +59,10 @@ class Supervisor:
         self._forgotten = Forgotten(_other_parameters(engine))
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
-        self._graphs_read: set[bool] = set()  # whether they were of a loss
-        self._last: frozenset[str] = frozenset()
-        # A profile, and the theory, have a reference for every layer.
-        self._expects = correction is not None and condition.reference == "balance"
+        self._graphs_read: set[bool] = set()  # for each graph, whether it was of a loss
+        self._latest_keys: frozenset[str] = frozenset()
+        # A profile or the theory has a reference for every layer.
+        self._has_expected_sizes = correction is not None and condition.reference == "balance"
         self._corrector: Corrector | None = None
         self._report: CorrectionReport | None = None
         if correction is not None:
@@ -86,7 +87,7 @@ class Supervisor:
 
     @property
     def _expected(self) -> dict[str, float]:
-        return self._corrector.expected if self._corrector is not None and self._expects else {}
+        return self._corrector.expected if self._corrector is not None and self._has_expected_sizes else {}
 
     def plan(self, parameters: Sequence[nn.Parameter], plan: Plan) -> None:
         """Take the plan of the learning rate of a parameter group."""
@@ -107,26 +108,26 @@ class Supervisor:
         return "" if self._corrector is None else self._corrector.code(self._engine.model.named_parameters())
 
     def due(self, step: int, tell: Callable[[str], None] | None = None) -> frozenset[str]:
-        """Return the quantities that are due at a step, whose first batch begins now; usually none.
+        """Return the quantities that are due at a step that begins now; usually none.
 
-        Args:
-            step: optimizer step, counted from 1.
-            tell: receives a line when a budget makes intervals longer or shorter; by default a warning says so.
+        ``tell`` receives a line when a budget makes intervals longer or shorter; by default it is a warning.
         """
         if self._corrector is not None:
             self._corrector.see_groups()
-        keys, budget = self._scheduled(step), self._engine.budget
+        keys, budget = self._wanted(step), self._engine.budget
+        if step == self._first_measured_step:
+            keys |= BEGINNING & set(self._engine.settings.keys)
         if budget is not None:
             budget.begin(step)
             keys = budget.granted(step, keys)
             if budget.news:
                 (tell or self._warn)(budget.news)
         if self._report is not None:
-            self._report.looks = STEP_LOSS in keys
+            self._report.measures_loss = STEP_LOSS in keys
         if keys:
-            self._last = keys - {STEP_LOSS}
-        elif self._awaits_turn(step):
-            keys = self._last | {TURN}
+            self._latest_keys = keys - {STEP_LOSS}
+        elif self._engine.turns.awaited and (budget is None or budget.affords(step)):  # no step in the last due one
+            keys = self._latest_keys | {TURN}
         if keys and self._corrector is not None:
             self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
         if self._engine.awaits_clearing:
@@ -134,35 +135,24 @@ class Supervisor:
         # Later steps would mistake weights that training has changed for the start.
         return keys | {START} if self._engine.start_due else keys
 
-    def _awaits_turn(self, step: int) -> bool:
-        """Return whether to watch a step that is not due, for an optimizer that did not step in the last due one."""
-        budget = self._engine.budget
-        return bool(self._engine.turns.awaited) and (budget is None or budget.affords(step))
-
-    def _scheduled(self, step: int) -> frozenset[str]:
-        """Return the scheduled quantities, and at the first measured step those of :data:`BEGINNING` too."""
-        early = BEGINNING & set(self._engine.settings.keys) if step == self._first else frozenset()
-        return self._wanted(step) | early
-
     @cached_property
-    def _first(self) -> int:
+    def _first_measured_step(self) -> int:
         """The first measured step of a correction or a schedule."""
-        schedules = self._engine.settings.schedule.groups
-        return min(filter(self._wanted, {1, *(step for some in schedules for step in (*some.first[:1], some.every))}))
+        starts = {step for group in self._engine.settings.schedule.groups for step in (*group.first[:1], group.every)}
+        return min(filter(self._wanted, {1, *starts}))
 
     def _wanted(self, step: int) -> frozenset[str]:
         """Return the scheduled quantities, and those that a correction needs at its own steps.
 
-        A correction's steps are those at which its target quantity is due, and the first ones, which it learns most
-        from.
+        A correction's steps are those at which its target quantity is due, and the first ones, which show it most.
         """
         timetable = self._engine.settings.schedule
         keys = timetable.due(step)
         if self._corrector is not None:
             needed = self._corrector.correction.quantities
-            schedule, alike = timetable.with_key(needed[0])
+            schedule, scheduled_keys = timetable.with_key(needed[0])
             if step in _first_steps(schedule.every):
-                keys |= alike
+                keys |= scheduled_keys
             if needed[0] in keys:
                 keys |= frozenset(needed) | ({STEP_LOSS} if self._corrector.wants_loss(step) else frozenset())
         return keys
@@ -173,12 +163,12 @@ class Supervisor:
             self._corrector.arm()
 
     def disarm(self) -> None:
-        """Leave the optimizers alone; safe to call at any time."""
+        """Stop correcting; safe to call at any time."""
         if self._corrector is not None:
             self._corrector.disarm()
 
     def rescale(self) -> bool:
-        """Rescale the measured weights if the correction asks for that; return whether it does."""
+        """Rescale the measured weights if the correction says so; return whether it does."""
         size = False if self._corrector is None else self._corrector.correction.spectral_init
         layers = self._engine.anatomy.layers
         if size == "auto":
@@ -190,11 +180,9 @@ class Supervisor:
     def judge(self, measurement: Measurement, warn: Callable[[str], None]) -> Measurement:
         """Return the measurement with its verdicts.
 
-        Nothing that goes wrong here, or in :meth:`correct`, stops training.
+        No error here, or in :meth:`correct`, stops training.
 
-        Args:
-            measurement: the next measurement.
-            warn: receives a sentence on each layer that begins to violate the condition.
+        ``warn`` receives a sentence on each layer that begins to violate the condition.
         """
         self.began = ()
         try:
@@ -212,7 +200,7 @@ class Supervisor:
         return measurement
 
     def _read_graph(self, output: Tensor) -> None:
-        """Read the graph of the network's first outputs, and of its first loss; steps go by them from this one on."""
+        """Read depth and embedding scales from the graphs of the first outputs and the first loss, for this step on."""
         is_loss = output.dim() == 0
         if self._corrector is None or output.grad_fn is None or is_loss in self._graphs_read:
             return
@@ -223,16 +211,11 @@ class Supervisor:
         if is_over_classes(output):
             self._corrector.wanted.depth = depth_of(output)
             self._engine.multipliers = self._corrector.by_layer()
-        if is_first:  # a loss that is reported late has no constants any more
+        if is_first:  # the graph of a loss that is reported late has lost its constants
             self._corrector.wanted.scales = embedding_scales(output)
 
     def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
-        """Correct learning rates by a measurement.
-
-        Args:
-            measurement: the latest measurement.
-            tell: receives a line on each notable correction.
-        """
+        """Correct learning rates by a measurement; ``tell`` receives a line on each notable correction."""
         if self._corrector is None or self._report is None:
             return
         try:
@@ -249,17 +232,17 @@ class Supervisor:
             self._warn(f"learning rates were not corrected ({type(error).__name__}: {error})", error)
             return
         if limited := [change for change in changes if change.limited]:
-            self._warn(f"step {measurement.step}: {held(limited, measurement)}")
+            self._warn(f"step {measurement.step}: {limits_reached(limited, measurement)}")
 
     def _judged(self, measurement: Measurement) -> Measurement:
         verdicts = self._verdicts(measurement)
-        now = {name for verdict in verdicts for name in verdict.layers}
-        self._flagged |= now
+        flagged = {name for verdict in verdicts for name in verdict.layers}
+        self._flagged |= flagged
         return replace(
             measurement,
             summary={**measurement.summary, "violations": float(sum(verdict.is_root for verdict in verdicts))},
             verdicts=verdicts,
-            flags={layer: float(layer in now) for layer in sorted(self._flagged)},
+            flags={layer: float(layer in flagged) for layer in sorted(self._flagged)},
             bands=self._bands(measurement),
             states=self._judge.states,
         )
@@ -267,8 +250,8 @@ class Supervisor:
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
         """Return the verdicts on a measurement.
 
-        Updates that a correction enlarges on purpose are compared by their size without that. Steps that are too long
-        are left to the correction.
+        Where a correction enlarges updates on purpose, that factor is divided out before they are compared. Steps that
+        are too long are left to the correction.
         """
         expected, key = self._expected, "update_natural"
         self.settings = settings = self._hyperparameters()
@@ -276,41 +259,41 @@ class Supervisor:
         if self._corrector is not None and self._corrector.correction.of_peak:
             summary.pop("edge", None)
         if key in values:
-            values[key] = values[key] / torch.tensor(
-                [expected.get(info.name, 1.0) for info in measurement.layers], device="cpu"
-            )
+            factors = torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers], device="cpu")
+            values[key] = values[key] / factors
         forgotten = self._forgotten.names(self._engine.optimizers.optimizers)
         verdicts = self._judge.judge(replace(measurement, values=values, summary=summary), settings, forgotten)
         return tuple(
-            replace(v, value=v.value * share, band=(v.band[0] * share, v.band[1] * share))
-            if (share := expected.get(v.layer, 1.0)) != 1.0 and v.quantity == key
-            else v
-            for v in map(self._in_reach, verdicts)
+            replace(verdict, value=verdict.value * share, band=(verdict.band[0] * share, verdict.band[1] * share))
+            if (share := expected.get(verdict.layer, 1.0)) != 1.0 and verdict.quantity == key
+            else verdict
+            for verdict in map(self._in_reach, verdicts)
         )
 
     def _in_reach(self, verdict: Verdict) -> Verdict:
-        """Return a verdict with advice that suits the correction: some set the size of every step themselves."""
+        """Return a verdict with advice that suits the correction, which may set the size of every step itself."""
         if self._corrector is None:
             return verdict
         if not self._corrector.correction.of_peak:
             return replace(verdict, sentence=verdict.sentence.replace(SIZE_OR_RATES, "every learning rate"))
         sentence = verdict.sentence.replace(SIZE_OR_RATES, "the correction's size")
         sentence = sentence.replace("every learning rate by", "the correction's size by")
-        of_rates = verdict.layer == NETWORK and verdict.remedy is not None and verdict.remedy.action == "scale_lr"
-        return replace(verdict, sentence=sentence, remedy=Remedy("check") if of_rates else verdict.remedy)
+        scales_all = verdict.layer == NETWORK and verdict.remedy is not None and verdict.remedy.action == "scale_lr"
+        return replace(verdict, sentence=sentence, remedy=Remedy("check") if scales_all else verdict.remedy)
 
     def _bands(self, measurement: Measurement) -> dict[str, torch.Tensor]:
         """Return the bands of all layers, scaled for layers that a correction enlarges on purpose."""
         names = [info.name for info in measurement.layers]
-        found, key = bands(self._judge.findings, names), "update_natural"
-        if key in found and self._expected:
-            found[key] = found[key] * torch.tensor([[self._expected.get(name, 1.0)] for name in names], device="cpu")
-        return found
+        layer_bands, key = bands(self._judge.findings, names), "update_natural"
+        if key in layer_bands and (expected := self._expected):
+            factors = torch.tensor([[expected.get(name, 1.0)] for name in names], device="cpu")
+            layer_bands[key] = layer_bands[key] * factors
+        return layer_bands
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to go on from, in plain types."""
         judge = self._judge.state_dict()
-        if len(self._engine.settings.schedule.groups) == 1:  # each measurement has everything, so none needs others
+        if len(self._engine.settings.schedule.groups) == 1:  # each measurement is complete
             judge["known"] = {}
         state: dict[str, Any] = {"judge": judge, "flagged": sorted(self._flagged)}
         if self._corrector is not None:
@@ -318,10 +301,10 @@ class Supervisor:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Go on from :meth:`state_dict`.
 
         Raises:
-            ValueError: it does not fit this model or these settings.
+            ValueError: the state does not fit this model or these settings.
         """
         self._judge.load_state_dict(state["judge"])
         self._flagged = set(state["flagged"])
@@ -335,18 +318,17 @@ def _other_parameters(engine: Engine) -> dict[str, nn.Parameter]:
     """Return the parameters that belong to no measured matrix and that the user has not excluded."""
     matrices = {id(p) for layer in engine.anatomy.layers if layer.info.is_matrix for p in layer.sources}
     excluded = {item.name for item in engine.anatomy.unmeasured if item.reason.startswith(LEFT_OUT)}
-    named = engine.model.named_parameters()
-    return {name: p for name, p in named if id(p) not in matrices and name not in excluded}
+    return {name: p for name, p in engine.model.named_parameters() if id(p) not in matrices and name not in excluded}
 
 
 @cache
 def _first_steps(every: int) -> frozenset[int]:
-    """Return the first steps that a correction measures: each an eighth later, until they are ``every`` steps apart.
+    """Return the first steps that a correction measures: each an eighth later, until their distance is ``every``.
 
     At the same learning rate updates change faster early in a run.
     """
-    found, step = set(), 1
+    steps, step = set(), 1
     while step < EARLY * every:
-        found.add(step)
+        steps.add(step)
         step += max(1, step // EARLY)
-    return frozenset(found)
+    return frozenset(steps)

@@ -1,4 +1,4 @@
-"""A copy of a model and its optimizer, to train on one batch without a change to the originals."""
+"""A copy of a model and its optimizer, trained on one batch without a change to the originals."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class TrialCopy:
     """A copy to train.
 
     Args:
-        model: what is copied.
+        model: the original.
         batch: as :func:`~spectral_monitor.check` takes it.
-        optimizer: or several; ``None`` for those that ``configure_optimizers`` makes.
+        optimizer: one or several; ``None`` for those that ``configure_optimizers`` makes.
         loss: of outputs and targets; ``None`` where the model has it.
 
     Attributes:
-        root: the module whose call is one forward, with the layers under the names they have in the model.
+        root: the module whose call is one forward; its layers have the same names as in the model.
         optimizers: of the copy's parameters.
         notes: differences from the model, in sentences.
 
     Raises:
-        TypeError: something is not what it should be.
-        ValueError: it cannot be copied, or no optimizer holds a parameter of it.
+        TypeError: an argument of the wrong kind.
+        ValueError: the model cannot be copied, or no optimizer holds a parameter of it.
     """
 
     def __init__(
@@ -52,26 +52,28 @@ class TrialCopy:
         self.notes: list[str] = []
         self._batch, self._loss = batch, loss
         model = unwrap_model(model)
-        given = [] if optimizer is None else unwrap_optimizers(optimizer, model)
+        originals = [] if optimizer is None else unwrap_optimizers(optimizer, model)
         try:
-            self.model, self.optimizers = copy.deepcopy((model, given))
+            self.model, self.optimizers = copy.deepcopy((model, originals))
         except Exception as error:
             raise ValueError(
                 f"{type(model).__name__} and its optimizer cannot be copied ({type(error).__name__}: {error})"
             ) from error
         if optimizer is None:
             self.optimizers = _configured(self.model)
-        if any(isinstance(one, torch.optim.LBFGS) for one in self.optimizers):
+        if any(isinstance(item, torch.optim.LBFGS) for item in self.optimizers):
             raise ValueError("check cannot step LBFGS, which runs the model as often as it likes")
         if not self.model.training:
             self.model.train()
             self.notes.append("the model is in evaluation mode; the copy was trained in training mode")
         self._raise_rates()
         self._steps_itself = loss is None and hasattr(self.model, "training_step")
-        self.root = _Whole(self.model, partial(training_step, self.model)) if self._steps_itself else self.model
+        self.root = (
+            _TrainingStepModule(self.model, partial(training_step, self.model)) if self._steps_itself else self.model
+        )
 
     def step(self) -> Tensor:
-        """Train on the batch once; return the loss before it.
+        """Train on the batch once; return the loss before the step.
 
         Raises:
             ValueError: the model returns no loss.
@@ -107,10 +109,10 @@ class TrialCopy:
             output = self._called(**batch)
         else:
             output = self._called(*batch) if isinstance(batch, tuple | list) else self._called(batch)
-        found = loss_in(output)
-        if found is None:
+        loss = loss_in(output)
+        if loss is None:
             raise ValueError(f"no loss in what {type(self.model).__name__} returns, {type(output).__name__}: {HOW}")
-        return found
+        return loss
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model for the parts of the batch.
@@ -127,8 +129,8 @@ class TrialCopy:
             ) from error
 
     def _raise_rates(self) -> None:
-        """Set learning rates that a schedule has lowered to their peak: the first steps of a warm-up tell nothing."""
-        for group in (group for one in self.optimizers for group in one.param_groups):
+        """Set learning rates that a schedule has lowered to their peak: the first steps of a warm-up show no faults."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             peak = highest_rate(group)
             if peak > learning_rate(group):
                 self.notes.append("learning rates that a schedule has lowered were taken at their peak")
@@ -136,15 +138,15 @@ class TrialCopy:
 
 
 def training_step(model: nn.Module, batch: Any, index: int = 0) -> Any:
-    """Return what a module's ``training_step`` returns; it may do without the batch's index, as under Lightning."""
+    """Call a module's ``training_step``, with the batch's index if it takes one, as Lightning does."""
     step: Any = model.training_step
     kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
-    places = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
-    return step(batch, index) if places > 1 or Parameter.VAR_POSITIONAL in kinds else step(batch)
+    positional = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    return step(batch, index) if positional > 1 or Parameter.VAR_POSITIONAL in kinds else step(batch)
 
 
-class _Whole(nn.Module):
-    """A module with the children of another one, whose forward is a call of that one's training step."""
+class _TrainingStepModule(nn.Module):
+    """A module with the children of another one, and that module's training step as its forward."""
 
     def __init__(self, model: nn.Module, forward: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -161,19 +163,19 @@ def _configured(model: nn.Module) -> list[Optimizer]:
     """Return the optimizers that a ``LightningModule`` makes.
 
     Raises:
-        TypeError: it makes none.
-        ValueError: it cannot without a trainer.
+        TypeError: it has no ``configure_optimizers``.
+        ValueError: that fails without a trainer.
     """
     make: Any = getattr(model, "configure_optimizers", None)
     if make is None:
         raise TypeError("check needs an optimizer: check(model, batch, optimizer, loss)")
     try:
-        made = make()
+        configured = make()
     except Exception as error:
         raise ValueError(
             f"configure_optimizers fails without a trainer ({type(error).__name__}: {error}): give check an optimizer"
         ) from error
-    if isinstance(made, tuple | list) and made and isinstance(made[0], list | tuple):
-        made = made[0]  # ([optimizers], [schedulers])
-    items = list(made) if isinstance(made, tuple | list) else [made]
+    if isinstance(configured, tuple | list) and configured and isinstance(configured[0], list | tuple):
+        configured = configured[0]  # ([optimizers], [schedulers])
+    items = list(configured) if isinstance(configured, tuple | list) else [configured]
     return unwrap_optimizers([item["optimizer"] if isinstance(item, Mapping) else item for item in items], model)

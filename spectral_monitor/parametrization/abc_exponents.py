@@ -1,4 +1,4 @@
-"""The calculus of abc-parametrizations: what becomes of a perceptron as its width grows, told by exponents alone.
+"""The calculus of abc-parametrizations: the behaviour of a perceptron as its width grows, from exponents alone.
 
 Feature Learning in Infinite-Width Neural Networks (arXiv 2011.14522), sections 3 to 5.
 """
@@ -15,7 +15,7 @@ Regime = Literal["feature learning", "kernel", "trivial", "unstable"]
 Limit = Literal["feature learning", "NTK", "body NTK", "NNGP", ""]
 HALF = Fraction(1, 2)
 _FINEST = 10_000
-"""Denominators up to here are told apart; a float is taken for the nearest of such fractions."""
+"""The largest denominator of an exponent; a float counts as the nearest such fraction."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class ABC:
     def classify(self) -> Classification:
         """Return how training behaves at infinite width (Theorems 3.3, 3.4 and 3.8, Propositions 5.3 and 5.5)."""
         a, b, c = self.a, self.b, self.c
-        backward = min(a[-1] + b[-1], 2 * a[-1] + c)  # the gradient that reaches the last features is n to minus this
-        rates = tuple(backward + c - 1 + 2 * a_l + (place == 0) for place, a_l in enumerate(a[:-1]))
+        backward = min(a[-1] + b[-1], 2 * a[-1] + c)  # the gradient at the last features is of order n to minus this
+        rates = tuple(backward + c - 1 + 2 * a_l + (layer == 0) for layer, a_l in enumerate(a[:-1]))
         r = min(rates)
-        asked = {
+        conditions = {
             "inputs: a_1 + b_1 = 0": a[0] + b[0] == 0,
             "hidden layers: a_l + b_l = 1/2": all(x + y == HALF for x, y in zip(a[1:-1], b[1:-1], strict=True)),
             "outputs at the start: a_(L+1) + b_(L+1) >= 1/2": a[-1] + b[-1] >= HALF,
@@ -91,7 +91,7 @@ class ABC:
             "outputs by the readout's update: 2 a_(L+1) + c >= 1": 2 * a[-1] + c >= 1,
             "outputs by the features' updates: a_(L+1) + b_(L+1) + r >= 1": a[-1] + b[-1] + r >= 1,
         }
-        violated = tuple(text for text, holds in asked.items() if not holds)
+        violated = tuple(text for text, holds in conditions.items() if not holds)
         initialized, updated = a[-1] + b[-1] + r == 1, 2 * a[-1] + c == 1
         regime: Regime = "feature learning" if r == 0 else "kernel"
         if violated:
@@ -106,14 +106,14 @@ class ABC:
             maximally_updated=(*(rate == 0 for rate in rates), updated),
             readout_maximally_initialized=initialized,
             limit=_limit(regime, initialized, updated),
-            learns_from=next((place for place, rate in enumerate(rates, 1) if rate == 0 and not violated), None),
+            learns_from=next((layer for layer, rate in enumerate(rates, 1) if rate == 0 and not violated), None),
             output_at_start=HALF - a[-1] - b[-1],
             uniformly_updated=len(set(rates)) == 1,
         )
 
 
 def _limit(regime: Regime, initialized: bool, updated: bool) -> Limit:
-    """Return the limit's name, by what of a change reaches the output: that of features, that of the readout."""
+    """Return the name of the limit, by the changes that reach the output: of features, of the readout."""
     if regime != "kernel":
         return "feature learning" if regime == "feature learning" else ""
     if initialized and updated:
@@ -127,22 +127,22 @@ class Classification:
 
     Attributes:
         regime: ``"feature learning"``; ``"kernel"``: outputs are trained, features stand still; ``"trivial"``: outputs
-            stand still, though features may move all the same (:attr:`learns_from`; paper, footnote 22);
-            ``"unstable"``: something grows without bound.
+            stand still, though features may still move (:attr:`learns_from`; paper, footnote 22); ``"unstable"``:
+            something grows without bound.
         r: features change by n^-r in a step.
-        r_layers: n^-r_l is what the update of hidden matrix l alone changes of its outputs, in order.
+        r_layers: the update of hidden matrix l alone changes its outputs by n^-r_l, in order.
         violated: conditions of stability that do not hold.
         maximally_updated: whether an update of each matrix changes its outputs by order 1, the readout's last.
-        readout_maximally_initialized: whether what features change reaches the output at order 1 through the weights
-            that the readout began with.
+        readout_maximally_initialized: whether changes of features reach the output at order 1 through the readout's
+            initial weights.
         limit: the infinitely wide network's name (paper, Fig. 5 and Corollary H.35). ``"NTK"``: kernel descent with the
             kernel of all matrices whose r_l is r, readout included; ``"body NTK"``: without the readout; ``"NNGP"``:
             of the readout alone; ``"feature learning"``: no kernel. Empty where it is trivial or unstable.
-        learns_from: the first hidden layer, counted from 1, whose features change by order 1; those behind it do, too
+        learns_from: the first hidden layer, counted from 1, whose features change by order 1; later ones do, too
             (Theorem H.13, 3). ``None`` if none does, or if it is unstable.
         output_at_start: power of n in the size of the output before training, where features have size 1. Below 0 the
             limit begins at zero, as all do that learn features (Corollary 3.10); at 0 it begins as a Gaussian process.
-        uniformly_updated: whether all hidden matrices change what they return by n^-r (Proposition G.2).
+        uniformly_updated: whether updates of all hidden matrices change their outputs by n^-r (Proposition G.2).
     """
 
     regime: Regime
@@ -170,9 +170,9 @@ class Classification:
         name = f"{self.regime}, {self.limit} limit" if self.regime == "kernel" else self.regime
         lines = [f"{name}, r = {self.r}"]
         lines += [f"  not so: {text}" for text in self.violated]
-        still = [str(place) for place, yes in enumerate(self.maximally_updated, start=1) if not yes]
-        if still and not self.violated:
-            lines.append(f"  updates vanish in matrices {', '.join(still)}")
+        vanishing = [str(layer) for layer, maximal in enumerate(self.maximally_updated, start=1) if not maximal]
+        if vanishing and not self.violated:
+            lines.append(f"  updates vanish in matrices {', '.join(vanishing)}")
         if self.trivial and self.learns_from is not None:
             lines.append(f"  features move from layer {self.learns_from} on, and outputs do not")
         return "\n".join(lines)
@@ -214,8 +214,8 @@ def mup(hidden: int) -> ABC:
 def uniform(hidden: int, r: Exponent) -> ABC:
     """Return the uniform parametrization UP_r (paper, Theorem G.4): muP at ``r = 0``, neural tangent at ``r = 1/2``.
 
-    All hidden matrices change what they return by n^-r, and the readout is initialized and updated maximally. Up to
-    ``shifted`` it is the only stable parametrization like that.
+    Updates of all hidden matrices change their outputs by n^-r, and the readout is initialized and updated maximally.
+    Up to ``shifted`` it is the only stable parametrization of that kind.
 
     Raises:
         ValueError: r outside [0, 1/2], where it is not stable.

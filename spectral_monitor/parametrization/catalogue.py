@@ -1,7 +1,6 @@
 r"""Parametrizations of the three papers, and of two on the depth of residual nets.
 
-With n the fan_in, m the fan_out, L the number of matrices; ``sgd`` and ``adam`` are what the learning rate is
-multiplied by.
+With n the fan_in, m the fan_out, L the number of matrices; ``sgd`` and ``adam`` are factors on the learning rate.
 
 ==============  =====================  =====================  ==================  ================  ===============
 ..              ``SP``                 ``NTP``                ``MFP``             ``MUP``           ``SPECTRAL``
@@ -35,9 +34,9 @@ adam, hidden    1/(n sqrt L)         1/n
 others          as ``MUP``           as ``MUP``
 ==============  ===================  ===================
 
-Where a paper gives rules for SGD only, those for Adam make updates as large: ``sgd`` times the size of an entry of the
-gradient, which before the readout is that of the readout's weights. ``SP`` alone is taken literally, one learning rate
-for all, as that is what people do.
+Where a paper gives rules for SGD only, those for Adam make updates of the same size: ``sgd`` times the size of an entry
+of the gradient, which before the readout is that of the readout's weights. Only ``SP`` is taken literally, one learning
+rate for all, as in common practice.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ MUP = Parametrization("muP", _MUP, _MUP, Rule((_INVERSE,), _FANS, _INVERSE), f"{
 """Maximal update parametrization: every layer learns features, at every width."""
 
 MFP = Parametrization("mean field", MUP.input, (), MUP.readout, f"{_LIMITS}, Table 1")
-"""Mean field parametrization, of one hidden layer, where it is muP; of more there is no such limit, so none is made."""
+"""Mean field parametrization, of one hidden layer, where it equals muP; with more layers it has no limit."""
 
 _PARAMETRIZATION_1 = Rule((Power(fan_in=-0.5), Power(fan_in=-1, fan_out=0.5)), _FANS, _INVERSE)
 SPECTRAL = Parametrization(
@@ -97,11 +96,11 @@ def _deep(name: str, readout: Power, depth: tuple[float, float, float], entries:
 
 
 MF_MUP = _deep("MF+muP", Power(-1, 0.5), (-1.5, -1.5, -1.5), 0.0, f"{_SPEED}, Table 1")
-"""Mean field scale of the outputs and maximal updates: features learn at every width and depth, the loss falls slower
-the deeper the network."""
+"""Mean field scale of the outputs and maximal updates: features learn at every width and depth, but the loss falls more
+slowly in deeper networks."""
 
 FSC = _deep("FSC", Power(-1, 0.5, 0.5), (-2.0, -2.0, -1.0), 0.5, f"{_SPEED}, Table 1")
-"""Of perceptrons: forward passes, sensitivities and contributions do not depend on width or depth."""
+"""For perceptrons: forward passes, sensitivities and contributions do not depend on width or depth."""
 
 NTK = Parametrization(
     "NTK",
@@ -110,7 +109,7 @@ NTK = Parametrization(
     readout=Rule(_LECUN, Power(-1, 1, -1), Power(-1, 0, -1)),
     source=f"{_SPEED}, Table 1",
 )
-"""The standard scales with rates by which the loss falls alike at every depth; features stand still."""
+"""The standard scales with rates at which the loss falls equally fast at every depth; features stand still."""
 
 
 def fsc_resnet(branch_scale: float | Power) -> Parametrization:
@@ -150,7 +149,7 @@ def fsc_resnet(branch_scale: float | Power) -> Parametrization:
 
 
 def _on_branch(std: tuple[Power, ...], beta: Power) -> Rule:
-    """Return rates with which each of L branches moves the stream by 1/L: its gradient is as small as the branch."""
+    """Return rates with which each of L branches moves the stream by 1/L; its gradient scales with the branch."""
     sgd = Power(-1, 1, -1 - 2 * beta.depth, beta.factor**-2)
     return Rule(std, sgd, Power(-1, 0, -1 - beta.depth, 1 / beta.factor))
 
@@ -168,14 +167,14 @@ COMPLETE_P = _residual_mup("CompleteP", Power(depth=-1), "CompleteP (arXiv 2505.
 :meth:`Parametrization.param_groups` ``weight_decay`` and ``eps`` too, which the paper scales with the rest."""
 
 FSC_RESNET = fsc_resnet(Power(depth=-0.5))
-"""Of residual nets with branches of ``1/sqrt L``: all layers contribute alike at every width and depth."""
+"""For residual nets with branches of ``1/sqrt L``: all layers contribute equally at every width and depth."""
 
 
 def from_abc(exponents: ABC) -> Parametrization:
     """Return an abc-parametrization as it is applied: ``std n^-(a+b)``, ``sgd n^-(2a+c)`` (Yang and Hu, section 3).
 
     The width n is the fan_out of the first matrix and the fan_in of all others. Rates of biases follow the first
-    matrix, of the readout's they are ``n^-c``, which is constant here.
+    matrix; the rate of the readout's bias is ``n^-c``, which is constant here.
 
     Example:
         >>> from spectral_monitor.scaling import abc
@@ -185,7 +184,7 @@ def from_abc(exponents: ABC) -> Parametrization:
           hidden   std 1 / sqrt(fan_in); sgd 1; adam 1 / fan_in
           readout  std 1 / fan_in; sgd 1 / fan_in; adam 1 / fan_in
     """
-    stds, rates = [[float(e) for e in es] for es in (exponents.init_exponents, exponents.lr_exponents)]
+    stds, rates = [list(map(float, powers)) for powers in (exponents.init_exponents, exponents.lr_exponents)]
     entries = -float(min(exponents.a[-1] + exponents.b[-1], 2 * exponents.a[-1] + exponents.c))
     first = Rule((Power(fan_out=stds[0]),), Power(fan_out=rates[0]), Power(fan_out=rates[0] + entries))
     hidden = tuple(

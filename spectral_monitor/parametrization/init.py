@@ -1,4 +1,4 @@
-"""Weights of the right size from the start."""
+"""Initial weights of the right size."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from spectral_monitor.sharding import ShardRegion, flat_extents
 from spectral_monitor.state.dtensor import is_distributed
 
 NORMALIZING, PLAIN = 1.25, 2.0
-"""Natural norms to begin with, in networks that normalize their features and in others."""
+"""Initial natural norms, in networks that normalize their features and in others."""
 TORCH_OWN = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
 TOLERANCE = 1e-3
-"""Of the norms that weights are divided by."""
+"""Relative tolerance of the norms that weights are divided by."""
 
 
 def spectral_init_(
@@ -34,20 +34,20 @@ def spectral_init_(
     """Rescale every matrix of a module to natural norm 1, in place; returns layer -> the factor, of its first block.
 
     ``W <- scale sqrt(fan_out / fan_in) W / |W|*`` (A Spectral Condition for Feature Learning, Eq. 16), each block of a
-    fused matrix by itself; a convolution by the root of the sum of squares over its taps, which is what taps that are
-    drawn one by one do together. Embeddings are scaled to a largest row of RMS 1, whatever the scale, as inputs are
-    one-hot (Appendix E). A matrix that is embedding and readout at once is scaled as the readout. The other embeddings
-    of its width, which are added to the same stream, are scaled to its largest row. What is zero stays zero, and
-    biases, gains and weights that are computed from others (weight norm) stay as they are.
+    fused matrix by itself. A convolution is scaled by the root of the sum of squares over its taps, for independently
+    drawn taps add up like that. Embeddings are scaled to a largest row of RMS 1, whatever the scale, as inputs are
+    one-hot (Appendix E). A matrix that is embedding and readout at once is scaled as a readout. The other embeddings of
+    its width, which are added to the same stream, are scaled to its largest row. Zeros stay zero. Biases, gains and
+    weights that are computed from others (weight norm) stay as they are.
 
     Args:
         module: any module, before it is sharded.
         scale: the natural norm of operators and readouts. 2 suits networks that do not normalize their features: a
-            square Gaussian matrix of that norm keeps the RMS of what it is applied to.
+            square Gaussian matrix of that norm keeps the RMS of its inputs.
         roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
 
     Raises:
-        ValueError: a weight that is spread over processes, by name; a pattern that does not fit.
+        ValueError: a weight that is sharded over processes, by name; a pattern that does not fit.
 
     Example:
         >>> import torch
@@ -60,16 +60,16 @@ def spectral_init_(
     flat = flat_extents(module)
     shapes = {key: extent.shape for key, extent in flat.items()}
     layers = dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers
-    return rescale([_placed(layer, flat) for layer in layers], scale)
+    return rescale([_with_placement(layer, flat) for layer in layers], scale)
 
 
 def starting_norm(module: nn.Module, layers: Sequence[Layer]) -> float:
     """Return the natural norm that operators and readouts should begin with: 2, which keeps the size of features.
 
-    Where features are normalized, 1.25: their size does not matter then, and weights that are smaller beside the same
-    updates trained better (docs/transfer.md). Normalization is told by the classes of modules: torch's, and others
-    whose name ends in "Norm". But 2 if a readout is an embedding too: the widest of such networks ended higher with
-    1.25 (docs/correction.md).
+    Where features are normalized it is 1.25: their size does not matter then, and smaller weights with the same updates
+    trained better (docs/transfer.md). Normalization is recognized by the classes of modules: torch's, and others whose
+    name ends in "Norm". But it is 2 if a readout is an embedding too: the widest of such networks ended with a higher
+    loss at 1.25 (docs/correction.md).
 
     Example:
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
@@ -82,11 +82,11 @@ def starting_norm(module: nn.Module, layers: Sequence[Layer]) -> float:
 
 
 def looks_drawn(layers: Sequence[Layer]) -> bool:
-    """Return whether weights are those that training begins with: all trained, none computed, most as random as drawn.
+    """Return whether weights look freshly drawn: all trainable, none computed, most of them random.
 
     Frozen weights and adapters beside them were loaded. So were weights whose stable rank is far below that of a
     Gaussian matrix of their shape, ``m n / (sqrt(m) + sqrt(n))^2``. Zeros and orthogonal matrices count as drawn.
-    Weights that are spread over processes say nothing.
+    Weights that are sharded over processes are left out.
 
     Example:
         >>> fresh = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -96,8 +96,8 @@ def looks_drawn(layers: Sequence[Layer]) -> bool:
     dense = [layer for layer in layers if layer.info.is_dense]
     if any(layer.compute is not None or not layer.sources[0].requires_grad for layer in dense):
         return False
-    found = [ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(layer) if ratio > 0]
-    return not found or statistics.median_high(found) >= FRESH
+    ratios = [ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(layer) if ratio > 0]
+    return not ratios or statistics.median_high(ratios) >= FRESH
 
 
 @torch.no_grad()
@@ -106,14 +106,14 @@ def _randomness(layer: Layer) -> list[float]:
     stack = layer.layout.stack(layer.sources[0].detach()).flatten(0, 1)
     sigma = spectral_estimate(stack, tol=TOLERANCE).sigma.double()
     rows, cols = stack.shape[-2:]
-    usual = rows * cols / (math.sqrt(rows) + math.sqrt(cols)) ** 2
-    ratios = stack.double().square().sum((1, 2)) / sigma.square() / usual
+    gaussian = rows * cols / (math.sqrt(rows) + math.sqrt(cols)) ** 2
+    ratios = stack.double().square().sum((1, 2)) / sigma.square() / gaussian
     return [float(ratio) if math.isfinite(ratio) else 0.0 for ratio in ratios]
 
 
 def _normalizes(module: nn.Module) -> bool:
     kind = type(module)
-    # torch.nn.utils has parametrizations of weights by such names.
+    # torch.nn.utils has parametrizations of weights with such names.
     return isinstance(module, TORCH_OWN) or (
         kind.__name__.lower().endswith("norm") and not kind.__module__.startswith("torch.nn.utils")
     )
@@ -121,44 +121,44 @@ def _normalizes(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def rescale(layers: Iterable[Layer], scale: float) -> dict[str, float]:
-    """Rescale the weights of these layers; layers that are no matrices are left alone."""
+    """Rescale the matrices among these layers; return layer -> factor of its first block."""
     layers = [layer for layer in layers if layer.is_matrix]
     refuse_spread(layers, ": rescale the weights before the module is sharded")
     factors: dict[str, float] = {}
     for unit in units(layers):
-        done: set[int] = set()
-        rows = 1.0  # of embeddings
+        rescaled: set[int] = set()
+        row_size = 1.0  # of embeddings
         for layer in (layers[i] for i in unit.members):
             weight = layer.sources[0]
-            if layer.compute is not None or id(weight) in done:
+            if layer.compute is not None or id(weight) in rescaled:
                 continue
-            done.add(id(weight))
-            factors[layer.info.name] = _rescale(layer, weight, rows if layer.info.role == "embedding" else scale)
-            if unit.is_tied(layers) and len(done) == 1 and 0 < (largest := largest_row(layer, weight)) < math.inf:
-                rows = largest
+            rescaled.add(id(weight))
+            factors[layer.info.name] = _rescale(layer, weight, row_size if layer.info.role == "embedding" else scale)
+            if unit.is_tied(layers) and len(rescaled) == 1 and 0 < (largest := largest_row(layer, weight)) < math.inf:
+                row_size = largest
     return {layer.info.name: factors[layer.info.name] for layer in layers if layer.info.name in factors}
 
 
-def _placed(layer: Layer, flat: Mapping[int, ShardRegion]) -> Layer:
+def _with_placement(layer: Layer, flat: Mapping[int, ShardRegion]) -> Layer:
     """Return the layer with the layout that FSDP1 gave its parameter, if it did."""
     extent = flat.get(id(layer.sources[0]))
     return layer if extent is None else replace(layer, info=replace(layer.info, placement=extent.placement))
 
 
-def refuse_spread(layers: Iterable[Layer], what_to_do: str) -> None:
+def refuse_spread(layers: Iterable[Layer], advice: str) -> None:
     """Raise a ValueError that names the first layer which is sharded over processes, if there is one."""
     for layer in layers:
         if _is_spread(layer):
-            raise ValueError(f"{layer.info.name!r} is spread over processes{what_to_do}")
+            raise ValueError(f"{layer.info.name!r} is spread over processes{advice}")
 
 
 def _is_spread(layer: Layer) -> bool:
-    """Return whether a matrix is sharded over processes: all of them agree, also one that holds all or none of it."""
+    """Return whether a matrix is sharded over processes; the same in all of them, even where one holds all of it."""
     return layer.info.placement.startswith("flat on") or any(map(is_distributed, layer.sources))
 
 
 def largest_row(layer: Layer, weight: Tensor) -> float:
-    """Return the RMS of the largest row of an embedding, or of an update of it; of a readout, that of its outputs."""
+    """Return the RMS of the largest row of an embedding or its update; of a readout, of the largest row of outputs."""
     return float(layer.layout.stack(weight.detach())[0, 0].double().square().mean(1).sqrt().max())
 
 
@@ -184,7 +184,7 @@ def by_entry(layer: Layer, weight: Tensor, factors: list[float]) -> Tensor:
     if len(factors) == 1:
         return scale
     numbers = torch.arange(1, weight.numel() + 1, device=weight.device).view(weight.shape)
-    places = layer.layout.stack(numbers)  # where blocks differ in size, they end in zeros
+    indices = layer.layout.stack(numbers)  # smaller blocks are padded with zeros, so numbers begin with 1
     flat = torch.ones(weight.numel() + 1, dtype=weight.dtype, device=weight.device)
-    flat[places] = scale[None, :, None, None].expand(places.shape)
+    flat[indices] = scale[None, :, None, None].expand(indices.shape)
     return flat[1:].view(weight.shape)

@@ -1,4 +1,4 @@
-"""The spectral parametrization as an optimizer's groups: learning rates that go with width, set before training."""
+"""The spectral parametrization as an optimizer's groups: learning rates by width, set before training."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def spectral_param_groups(
 ) -> list[dict[str, Any]]:
     r"""Return groups for an optimizer, in which ``lr`` is right at every width once it is at one.
 
-    So asks the spectral condition (A Spectral Condition for Feature Learning, Parametrization 1, Appendices D and E):
-    an update changes features by as much as ``lr`` says, whatever the widths. Each learning rate is ``lr`` times
+    The spectral condition (A Spectral Condition for Feature Learning, Parametrization 1, Appendices D and E) demands
+    that an update changes features by an amount that ``lr`` alone sets, whatever the widths. Learning rates are ``lr``
+    times
 
     =======================  ===========================  ================
     ..                       ``"sgd"``                    ``"adam"``
@@ -43,25 +44,25 @@ def spectral_param_groups(
     =======================  ===========================  ================
 
     ``"adam"`` is for optimizers that move every entry by about the learning rate, whatever its gradient: Adam, AdamW,
-    NAdam, RAdam, Adamax, Lion, RMSprop. Muon takes care of fans by itself.
+    NAdam, RAdam, Adamax, Lion, RMSprop. Muon accounts for fans by itself.
 
     * Fans are those of a block of a fused matrix; of blocks that differ, those of the largest.
     * A convolution's fan_in counts taps, ``in / groups * taps``: the natural norm of a kernel is the sum over its
       taps, so each may move by its share. Under ``"sgd"`` fan_out counts all outputs, in a grouped convolution too:
-      the gradient of one output becomes smaller with the number of all.
+      the gradient of one output shrinks with the number of all.
     * A parameter that is embedding and readout at once follows the readout's rule, and so do all embeddings of its
-      width, which are added to the same stream: else the positions, say, would outrun the tokens.
-    * What :func:`~spectral_monitor.layers.dissect` cannot measure, or finds to be part of a computed weight (weight
-      norm, adapters), gets ``lr`` itself. Parameters that are frozen are left out.
+      width, which are added to the same stream: else positions, say, would change faster than tokens.
+    * A parameter that :func:`~spectral_monitor.layers.dissect` cannot measure, or that is part of a computed weight
+      (weight norm, adapters), gets ``lr`` itself. Frozen parameters are left out.
 
     Args:
         module: the model, or FSDP's wrapper around it.
-        lr: the learning rate, of features: a step of ``"adam"`` moves a feature by about ``lr`` through each layer.
+        lr: the learning rate of features: a step of ``"adam"`` moves a feature by about ``lr`` through each layer.
         optimizer: the family of update rules.
         roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
-        weight_decay: divided by what ``lr`` is multiplied by. So a decay apart from the gradient (AdamW) takes
-            ``lr * weight_decay`` off every weight in a step. Without momentum that is so for SGD too. To be left out
-            for Adam, whose decay goes through its normalization. By default the optimizer's own, unchanged.
+        weight_decay: divided by the factor on ``lr``, so that a decay apart from the gradient (AdamW) takes
+            ``lr * weight_decay`` off every weight in a step; under SGD without momentum too. Leave it out for Adam,
+            whose decay goes through its normalization. By default the optimizer's own, unchanged.
 
     Returns:
         A group for every multiplier, with ``params``, ``lr``, ``weight_decay`` if given, ``name`` (the multiplier,
@@ -70,7 +71,7 @@ def spectral_param_groups(
 
     Raises:
         ValueError: an unknown family, a learning rate that is not a positive number, a negative decay, a parameter
-            that is not initialised, or spread by FSDP around the module; a pattern that does not fit.
+            that is not initialised, or sharded by FSDP around the module; a pattern that does not fit.
 
     Example:
         >>> import torch
@@ -87,7 +88,7 @@ def spectral_param_groups(
     return grouped(
         module,
         lr,
-        lambda place: Fraction(place.fan_out if optimizer == "sgd" else 1, place.fan_in),
+        lambda position: Fraction(position.fan_out if optimizer == "sgd" else 1, position.fan_in),
         roles=roles,
         blocks=blocks,
         weight_decay=weight_decay,
@@ -95,7 +96,7 @@ def spectral_param_groups(
 
 
 def check_family(optimizer: str, families: Sequence[str] = FAMILIES) -> None:
-    """Raise a ValueError with the valid choices unless it is one of them."""
+    """Raise a ValueError with the valid choices unless the family is one of them."""
     if optimizer not in families:
         raise ValueError(f"unknown optimizer family {optimizer!r}; valid families: {', '.join(families)}")
 
@@ -116,9 +117,9 @@ def grouped(
     Args:
         module, lr, roles, blocks, weight_decay: as in :func:`spectral_param_groups`.
         rule: gives a positive number.
-        depth: what counts as the depth of every place; by default the number of operators and readouts.
-        eps: gives Adam's eps from the position; by default the optimizer's own. Where no rule is, it is that of a
-            gradient of size 1.
+        depth: the depth of every position; by default the number of operators and readouts.
+        eps: gives Adam's eps from the position; by default the optimizer's own. Parameters without a rule get that of
+            a gradient of size 1.
     """
     check_lr(lr)
     if weight_decay is not None and not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
@@ -131,13 +132,13 @@ def grouped(
         if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in flat:
             raise ValueError(f"{name!r} is spread by FSDP around this module: give FSDP's wrapper instead")
     shapes = {key: extent.shape for key, extent in flat.items()}
-    places = by_parameter(module, dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers, depth)
+    positions = by_parameter(module, dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers, depth)
     groups: dict[tuple[Fraction | float, float | None], dict[str, Any]] = {}
     for name, parameter in names:
-        place = places.get(id(parameter))
-        factor = rule(place) if place is not None else Fraction(1)
-        own = eps(place or LayerPosition("readout", 1, 1)) if eps is not None else None
-        if (factor, own) not in groups:
+        position = positions.get(id(parameter))
+        factor = rule(position) if position is not None else Fraction(1)
+        group_eps = eps(position or LayerPosition("readout", 1, 1)) if eps is not None else None
+        if (factor, group_eps) not in groups:
             group: dict[str, Any] = {
                 "params": [],
                 "lr": lr * float(factor),
@@ -146,12 +147,12 @@ def grouped(
             }
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay / float(factor)
-            if own is not None:
-                group.update(eps=own, name=f"{group['name']}_eps_{own:.6g}")  # no two may have one name
-            groups[factor, own] = group
-        groups[factor, own]["params"].append(parameter)
-        # Not under torch's own key, param_names, which forbids to add groups without it later.
-        groups[factor, own]["parameter_names"].append(name)
+            if group_eps is not None:
+                group.update(eps=group_eps, name=f"{group['name']}_eps_{group_eps:.6g}")  # names must differ
+            groups[factor, group_eps] = group
+        groups[factor, group_eps]["params"].append(parameter)
+        # Not under torch's own key, param_names, which forbids adding groups without it later.
+        groups[factor, group_eps]["parameter_names"].append(name)
     return list(groups.values())
 
 
@@ -161,30 +162,30 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     Raises:
         ValueError: there is none.
     """
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    trained: dict[int, tuple[str, nn.Parameter]] = {}
     for owner, part in named_modules(module):
         for key, parameter in part.named_parameters(recurse=False):
             if parameter.requires_grad:
-                found.setdefault(id(parameter), (join(owner, key), parameter))
-    if not found:
+                trained.setdefault(id(parameter), (join(owner, key), parameter))
+    if not trained:
         raise ValueError(f"no parameter of {type(module).__name__} requires a gradient")
-    return list(found.values())
+    return list(trained.values())
 
 
 def _name(factor: Fraction | float) -> str:
-    """Return a factor's name, exact if it is a fraction; without a slash, of which TensorBoard would make folders."""
+    """Return a factor's name, exact if it is a fraction; without a slash, which makes folders in TensorBoard."""
     if not isinstance(factor, Fraction):
         return f"x{factor:.6g}"
     return f"x{factor.numerator}" + (f"_over_{factor.denominator}" if factor.denominator != 1 else "")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a setting is a real number; a boolean is none."""
+    """Return whether a setting is a real number and no boolean."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_lr(lr: Any) -> None:
-    """Raise a ValueError unless it is a positive number, or a tensor of one."""
-    is_one = lr.numel() == 1 if isinstance(lr, Tensor) else is_number(lr)
-    if not (is_one and 0 < float(lr) < math.inf):
+    """Raise a ValueError unless a learning rate is a positive number, or a tensor of one."""
+    is_scalar = lr.numel() == 1 if isinstance(lr, Tensor) else is_number(lr)
+    if not (is_scalar and 0 < float(lr) < math.inf):
         raise ValueError(f"lr must be a positive number, got {lr!r}")

@@ -1,4 +1,4 @@
-"""Parametrizations as data: how weights begin and learning rates go, by where a matrix stands and by its fans."""
+"""Parametrizations as data: initial weights and learning rates by the position of a matrix and its fans."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Power:
 
     def __str__(self) -> str:
         exponents = {"fan_in": self.fan_in, "fan_out": self.fan_out, "L": self.depth}
-        above = [_power(name, e) for name, e in exponents.items() if e > 0]
-        below = [_power(name, -e) for name, e in exponents.items() if e < 0]
+        numerator = [_power(name, e) for name, e in exponents.items() if e > 0]
+        denominator = [_power(name, -e) for name, e in exponents.items() if e < 0]
         if self.factor != 1:
-            above.insert(0, "sqrt(2)" if math.isclose(self.factor, math.sqrt(2)) else f"{self.factor:g}")
-        under = f"({' '.join(below)})" if len(below) > 1 else "".join(below)
-        return (" ".join(above) or "1") + (f" / {under}" if under else "")
+            numerator.insert(0, "sqrt(2)" if math.isclose(self.factor, math.sqrt(2)) else f"{self.factor:g}")
+        divisor = f"({' '.join(denominator)})" if len(denominator) > 1 else "".join(denominator)
+        return (" ".join(numerator) or "1") + (f" / {divisor}" if divisor else "")
 
 
 def _power(name: str, exponent: float) -> str:
@@ -62,9 +62,9 @@ class Rule:
     """The rule for one kind of position.
 
     Attributes:
-        std: of the weights' entries at the start; of several powers the least.
-        sgd, adam: what the learning rate is multiplied by, for SGD and for optimizers that move every entry by about
-            the learning rate.
+        std: standard deviation of the initial entries; of several powers the smallest.
+        sgd, adam: factors on the learning rate, for SGD and for optimizers that move every entry by about the learning
+            rate.
     """
 
     std: tuple[Power, ...]
@@ -72,13 +72,13 @@ class Rule:
     adam: Power
 
     def __str__(self) -> str:
-        least = str(self.std[0]) if len(self.std) == 1 else f"min({', '.join(map(str, self.std))})"
-        return f"std {least}; sgd {self.sgd}; adam {self.adam}"
+        std = str(self.std[0]) if len(self.std) == 1 else f"min({', '.join(map(str, self.std))})"
+        return f"std {std}; sgd {self.sgd}; adam {self.adam}"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A rule at one place, in numbers: standard deviation, factors of the learning rate."""
+    """A rule at one position, in numbers: standard deviation, factors on the learning rate."""
 
     std: float
     sgd: float
@@ -92,21 +92,21 @@ class Scale:
 
 @dataclass(frozen=True)
 class Parametrization:
-    """Rules for three kinds of places, each by fans and depth.
+    """Rules for three kinds of positions, each by fans and depth.
 
-    One-hot tokens, biases and gains read what has one entry, so they follow ``input`` (beside a readout, ``readout``)
+    Embeddings, biases and gains read one number at a time, so they follow ``input`` (beside a readout, ``readout``)
     with a fan_in of 1. Convolutions count taps in fan_in. A matrix that is embedding and readout at once follows
-    ``readout``, and every embedding of its width follows it.
+    ``readout``, and so does every embedding of its width.
 
     Attributes:
         name: for tables.
-        input: of what reads the data, tokens, or the constant 1.
+        input: rule for parameters that read the data, tokens, or the constant 1.
         hidden: one rule for all matrices between, or one for each in order.
-        readout: of what writes the outputs.
-        source: paper and place.
-        branch: of residual nets, what your forward multiplies each branch by, see :meth:`branch_multiplier`. All
-            hidden matrices are taken to be on branches, L is their number, and biases and gains in blocks with them
-            follow ``hidden``. ``None`` for other networks, where L is the number of all matrices.
+        readout: rule for parameters that write the outputs.
+        source: paper and section.
+        branch: of residual nets, your forward's factor on each branch, see :meth:`branch_multiplier`. All hidden
+            matrices are taken to be on branches, L is their number, and biases and gains in blocks with them follow
+            ``hidden``. ``None`` for other networks, where L is the number of all matrices.
 
     Example:
         >>> import torch
@@ -134,11 +134,11 @@ class Parametrization:
     branch: Power | None = None
 
     def branch_multiplier(self, depth: int) -> float:
-        """Return what your forward must multiply the output of each branch by before it is added to the stream.
+        """Return the factor on the output of each branch, before your forward adds it to the stream.
 
-        Nothing is written on a module, so this part of the parametrization is yours: ``x + multiplier * block(x)``.
-        Any number in proportion to it will do, such as the number of blocks instead of that of hidden matrices. It must
-        be the same function of the depth at every depth.
+        Modules do not apply it, so this part of the parametrization is yours: ``x + multiplier * block(x)``. Any number
+        in proportion to the depth will do, such as that of blocks instead of hidden matrices. It must be the same
+        function of the depth at every depth.
 
         Args:
             depth: L, the number of hidden matrices, or of blocks.
@@ -160,7 +160,7 @@ class Parametrization:
         """Return the rule for a kind of position; ``index`` counts the operators from 0.
 
         Raises:
-            ValueError: an operator for which there is no rule, as the parametrization is of a shallower network.
+            ValueError: an operator without a rule, as the parametrization is for a shallower network.
         """
         if kind != "hidden":
             return self.input if kind == "input" else self.readout
@@ -173,21 +173,21 @@ class Parametrization:
             )
         return self.hidden[index - 1]
 
-    def scale(self, place: LayerPosition, outputs: Outputs = "dense") -> Scale:
+    def scale(self, position: LayerPosition, outputs: Outputs = "dense") -> Scale:
         """Return the rule of a position in numbers.
 
-        Under sparse outputs the gradient of the outputs has norm 1 whatever their number k, where under dense ones it
-        has norm ``1 / sqrt(k)``. So a readout is drawn as if it had one output, and SGD takes the rate of one. The rate
-        of Adam does not depend on the size of gradients.
+        With k outputs the gradient of the outputs has norm ``1 / sqrt(k)`` if they are dense, and 1 if they are sparse.
+        So under sparse outputs a readout is drawn as if it had one output, and SGD takes the rate of one. The rate of
+        Adam does not depend on the size of gradients.
 
         Source: The Feature Speed Formula, Table 1.
         """
         residual = self.branch is not None
-        rule = self.rule("hidden" if residual and place.on_branch else place.kind, place.index)
-        depth = place.branches if residual else place.depth
-        fan_out = 1 if outputs == "sparse" and place.kind == "readout" else place.fan_out
-        fans = (place.fan_in, fan_out, depth)
-        adam = rule.adam.at(place.fan_in, place.fan_out, depth)
+        rule = self.rule("hidden" if residual and position.on_branch else position.kind, position.index)
+        depth = position.branches if residual else position.depth
+        fan_out = 1 if outputs == "sparse" and position.kind == "readout" else position.fan_out
+        fans = (position.fan_in, fan_out, depth)
+        adam = rule.adam.at(position.fan_in, position.fan_out, depth)
         return Scale(min(power.at(*fans) for power in rule.std), rule.sgd.at(*fans), adam)
 
     @torch.no_grad()
@@ -204,32 +204,32 @@ class Parametrization:
         """Draw every matrix again, in place, from ``N(0, (scale std)^2)``, and set biases to zero.
 
         An embedding's ``padding_idx`` row becomes zero, too. Gains, and weights that are computed from others (weight
-        norm), stay as they are. The global random state is used, as by ``torch.nn.init``.
+        norm), stay as they are. Numbers come from the global random state, as in ``torch.nn.init``.
 
         Args:
             module: any module, before it is sharded.
-            scale: of all standard deviations; the root of 2 makes up for a ReLU.
-            outputs: what the loss makes of the outputs, as for :meth:`param_groups`.
-            depth: L in the formulas; by default what they count, see :class:`Parametrization`.
+            scale: factor on all standard deviations; the root of 2 makes up for a ReLU.
+            outputs: the kind of outputs, as for :meth:`param_groups`.
+            depth: L in the formulas; by default counted, see :class:`Parametrization`.
             roles, blocks: pattern -> role or number of blocks, as for the monitor, where the guess is wrong.
 
         Raises:
-            ValueError: a weight that is spread over processes, by name; a pattern that does not fit; an operator that
-                there is no rule for; a scale or depth that is none; an unknown kind of outputs. Nothing is drawn then.
+            ValueError: a weight that is sharded over processes, by name; a pattern that does not fit; an operator
+                without a rule; an invalid scale or depth; an unknown kind of outputs. Nothing is drawn then.
         """
         _check_outputs(outputs)
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
         _check_depth(depth)
         layers = dissect(module, roles=roles, blocks=blocks).layers
-        places = by_parameter(module, layers, depth)
+        positions = by_parameter(module, layers, depth)
         refuse_spread(layers, ": draw the weights before the module is sharded")
         layers = tuple(layer for layer in layers if layer.compute is None)
-        stds: dict[nn.Parameter, tuple[Layer, list[float]]] = {}  # all before the first draw, for a rule may be missing
+        stds: dict[nn.Parameter, tuple[Layer, list[float]]] = {}  # before the first draw, for a rule may be missing
         for layer in layers:
             weight = layer.sources[0]
             if layer.is_matrix and weight not in stds:
-                stds[weight] = layer, [scale * std for std in self._stds(layer, places[id(weight)], outputs)]
+                stds[weight] = layer, [scale * std for std in self._stds(layer, positions[id(weight)], outputs)]
         for weight, (layer, by_block) in stds.items():
             weight.normal_().mul_(by_entry(layer, weight, by_block))
         for layer in layers:
@@ -240,10 +240,11 @@ class Parametrization:
             if padding is not None:
                 weight[padding].zero_()
 
-    def _stds(self, layer: Layer, place: LayerPosition, outputs: Outputs) -> list[float]:
+    def _stds(self, layer: Layer, position: LayerPosition, outputs: Outputs) -> list[float]:
         """Return the standard deviation of each block of a matrix."""
-        sizes = [place.fan_out if len(set(layer.layout.fan_outs)) == 1 else n for n in layer.layout.fan_outs]
-        return [self.scale(replace(place, fan_out=n), outputs).std for n in sizes]
+        fan_outs = layer.layout.fan_outs
+        sizes = [position.fan_out] * len(fan_outs) if len(set(fan_outs)) == 1 else fan_outs
+        return [self.scale(replace(position, fan_out=size), outputs).std for size in sizes]
 
     def param_groups(
         self,
@@ -258,17 +259,17 @@ class Parametrization:
         weight_decay: float | None = None,
         eps: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Return groups for an optimizer, with ``lr`` times the factor of each parameter's place.
+        """Return groups for an optimizer, with ``lr`` times the factor of each parameter's position.
 
         Args:
             module: the model, or FSDP's wrapper around it.
-            lr: the learning rate that is to be right at every width.
+            lr: the learning rate, right at every width once it is at one.
             optimizer: ``"sgd"``, or ``"adam"`` for those that move every entry by about the learning rate.
             outputs: ``"dense"`` if the loss is a mean over outputs, as the mean squared error is; ``"sparse"`` if few
                 outputs of each sample matter, however many there are, as under cross entropy.
-            depth: L in the formulas; by default what they count, see :class:`Parametrization`.
-            eps: that of Adam for gradients of size 1. Each group gets it times the size that the parametrization gives
-                its gradient's entries, ``adam / sgd``. By default the optimizer's own, alike for all.
+            depth: L in the formulas; by default counted, see :class:`Parametrization`.
+            eps: that of Adam for gradients of size 1. In each group it is multiplied by the size of the gradient's
+                entries in the parametrization, ``adam / sgd``. By default the optimizer's own, the same for all.
             roles, blocks, weight_decay: as in :func:`~spectral_monitor.spectral_param_groups`.
 
         Returns:
@@ -276,7 +277,7 @@ class Parametrization:
 
         Raises:
             ValueError: an unknown family or kind of outputs, a learning rate that is not a positive number, a depth
-                below 1, ``eps`` for SGD or not a positive number, and what that function refuses.
+                below 1, ``eps`` for SGD or not a positive number, and arguments that that function refuses.
         """
         check_family(optimizer)
         if eps is not None and (optimizer != "adam" or not 0 < eps < math.inf):
@@ -286,12 +287,12 @@ class Parametrization:
         return grouped(
             module,
             lr,
-            lambda place: self.scale(place, outputs).sgd if optimizer == "sgd" else self.scale(place, outputs).adam,
+            lambda position: getattr(self.scale(position, outputs), optimizer),
             roles=roles,
             blocks=blocks,
             weight_decay=weight_decay,
             depth=depth,
-            eps=None if eps is None else lambda place: eps * self.scale(place, outputs).entry,
+            eps=None if eps is None else lambda position: eps * self.scale(position, outputs).entry,
         )
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Layers that go together: those that share a learning rate, and those that count as one in property (BC)."""
+"""Groups of layers: those that share a learning rate, and those that count as one in property (BC)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from spectral_monitor.measurement import DENSE
 class TiedLayers:
     """Layers whose parameters share one learning rate."""
 
-    leader: int  # the layer whose rule counts, and whose update is looked at
-    followers: tuple[int, ...] = ()  # layers besides it
+    leader: int  # the layer whose rule counts, and whose update is measured
+    followers: tuple[int, ...] = ()  # the other layers
 
     @property
     def members(self) -> tuple[int, ...]:
-        """All of them."""
+        """All layers, the leader first."""
         return (self.leader, *self.followers)
 
     def is_tied(self, layers: Sequence[Layer]) -> bool:
@@ -29,12 +29,12 @@ class TiedLayers:
 
 
 def units(layers: Sequence[Layer]) -> list[TiedLayers]:
-    """Return units of layers and parameters that share a learning rate; usually each layer has its own.
+    """Return units of layers that share a learning rate; usually each layer has its own.
 
-    A matrix that is embedding and readout at once follows the readout's rule, and every other embedding of its width,
-    which is added to the same stream, follows it too: else the position embedding, say, outruns the tokens.
+    A matrix that is embedding and readout at once follows the readout's rule. So does every other embedding of its
+    width, which is added to the same stream: else the position embedding, say, would change faster than the tokens.
     """
-    owners = [layer.tied_to or layer.info.name for layer in layers]  # equal where parameters are
+    owners = [layer.tied_to or layer.info.name for layer in layers]  # equal for shared parameters
     roles: dict[str, set[str]] = defaultdict(set)
     for layer, owner in zip(layers, owners, strict=True):
         roles[owner].add(layer.info.role)
@@ -46,14 +46,14 @@ def units(layers: Sequence[Layer]) -> list[TiedLayers]:
     for i, (layer, owner) in enumerate(zip(layers, owners, strict=True)):
         joins = roles[owner] == {"embedding"}
         members[streams.get(layer.info.fan_out, owner) if joins else owner].append(i)
-    return [_led(some, lambda i: layers[i].info.is_dense) for some in members.values()]
+    return [_with_leader(group, lambda i: layers[i].info.is_dense) for group in members.values()]
 
 
 def contribution_blocks(layers: Sequence[Layer]) -> list[TiedLayers]:
-    """Return the blocks that property (BC) is of: every layer is in one.
+    """Return the blocks of property (BC); every layer is in one.
 
     A block is a matrix with the bias beside it, the gain and bias of a norm, or a parameter that stands alone. Layers
-    that share their parameters are in one block, for these have one gradient.
+    that share their parameters are in one block, for they have one gradient.
 
     Source: "The Feature Speed Formula", section 4.
     """
@@ -61,10 +61,10 @@ def contribution_blocks(layers: Sequence[Layer]) -> list[TiedLayers]:
     members: dict[str, list[int]] = defaultdict(list)
     for i, layer in enumerate(layers):
         members[names.get(layer.tied_to, names[layer.info.name])].append(i)
-    return [_led(some, lambda i: layers[i].is_matrix) for some in members.values()]
+    return [_with_leader(group, lambda i: layers[i].is_matrix) for group in members.values()]
 
 
-def _led(members: Sequence[int], leads: Callable[[int], bool]) -> TiedLayers:
-    """Return members behind the first that may lead; behind the first of all if none may."""
-    leader = next(filter(leads, members), members[0])
+def _with_leader(members: Sequence[int], can_lead: Callable[[int], bool]) -> TiedLayers:
+    """Return layers led by the first that can lead; by the first of all if none can."""
+    leader = next(filter(can_lead, members), members[0])
     return TiedLayers(leader, tuple(i for i in members if i != leader))

@@ -488,7 +488,7 @@ def test_under_adam_multipliers_make_up_for_small_updates_only_so_far(size, capp
     probe, _ = run(adam(lr), network=network, size=size)
     wanted = probe._supervisor._corrector.wanted
     layer = next(layer for layer in wanted.layers if layer.info.name == "2")
-    assert (wanted.most(layer, 1.0, rise=9.0) == pytest.approx(96**-0.5)) == capped
+    assert (wanted.highest_multiplier(layer, 1.0, rise=9.0) == pytest.approx(96**-0.5)) == capped
     apart = wanted.size * wanted.share(layer) / 96**0.5 * (CONSTANT / lr if capped else 1.0)
     if capped:
         assert probe.multipliers["2"] == pytest.approx(apart, rel=1e-3)

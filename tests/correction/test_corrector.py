@@ -14,10 +14,10 @@ from spectral_monitor import LRCorrection, Measurement, SpectralCondition, Spect
 from spectral_monitor.condition import save_profile
 from spectral_monitor.correction.corrector import Corrector
 from spectral_monitor.correction.multiplier import Change
-from spectral_monitor.correction.policies import GROWTH, LEAST, MOST, PIXELS, SHARES
+from spectral_monitor.correction.policies import LARGEST_START, REFERENCE_INPUTS, SHARES, SIZE_POWERS, SMALLEST_START
 from spectral_monitor.correction.wanted import TRIAL
 from spectral_monitor.layers import dissect
-from spectral_monitor.monitoring.correction_report import CorrectionReport, held
+from spectral_monitor.monitoring.correction_report import CorrectionReport, limits_reached
 from spectral_monitor.parametrization.tying import units
 from tests.one_step import training_step
 
@@ -86,8 +86,8 @@ def share(network, name, role, data=1.0):
     taps = weight.flatten(2).movedim(2, 0) if weight.ndim > 2 else weight[None]
     fan_out, fan_in = taps.shape[1:]
     norm = sum(float(torch.linalg.matrix_norm(tap.detach().double(), 2)) for tap in taps) * math.sqrt(fan_in / fan_out)
-    norm = min(max(norm, LEAST[role]), MOST.get(role, math.inf))
-    return SHARES[role] * norm ** GROWTH[role] * data
+    norm = min(max(norm, SMALLEST_START[role]), LARGEST_START.get(role, math.inf))
+    return SHARES[role] * norm ** SIZE_POWERS[role] * data
 
 
 ROLES = {"0": "operator", "2": "operator", "4": "readout", **{f"{i}.bias": "vector" for i in (0, 2, 4)}}
@@ -96,7 +96,7 @@ ROLES = {"0": "operator", "2": "operator", "4": "readout", **{f"{i}.bias": "vect
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD], ids=lambda k: k.__name__)
 def test_target_is_the_learning_rate_times_the_share(kind):
     network, optimizer, probe = correcting("target", kind)
-    data = {"0": (70 / PIXELS) ** 0.25}
+    data = {"0": (70 / REFERENCE_INPUTS) ** 0.25}
     shares = {name: share(network, name, role, data.get(name, 1.0)) for name, role in ROLES.items()}
     train(network, optimizer, probe, 40)
     for name, size in last(probe).items():
@@ -113,7 +113,7 @@ def test_target_counts_taps_as_the_weights_do():
     optimizer = torch.optim.Adam(network.parameters(), lr=LR)
     rule = LRCorrection("target", size="lr")
     probe = SpectralProbe(network, optimizer, quantities="light", correction=rule, mode="correct")
-    data = {"0": (2 * 5 / PIXELS) ** 0.25}
+    data = {"0": (2 * 5 / REFERENCE_INPUTS) ** 0.25}
     wanted = {n: share(network, n, "readout" if n == "7" else "operator", data.get(n, 1.0)) for n in "0257"}
     for step in range(40):
         with training_step(probe, optimizer):
@@ -223,7 +223,9 @@ def test_changes_are_told_in_a_line():
 def test_at_the_limit_it_says_what_to_do():
     layers = dissect(perceptron()).layers
     measurement = Measurement(16, tuple(layer.info for layer in layers), {}, {})
-    low, high = (held([Change("2", 1.0, 2.0, 0.1, aim, "update_natural", True)], measurement) for aim in (0.01, 0.4))
+    low, high = (
+        limits_reached([Change("2", 1.0, 2.0, 0.1, aim, "update_natural", True)], measurement) for aim in (0.01, 0.4)
+    )
     assert "(x 2), though update_natural is 0.1, should be 0.01: see what makes the gradients of these" in low
     assert "(x 2), though update_natural is 0.1, should be 0.4: see whether gradients reach all entries" in high
     assert all(text.endswith("; wider limits=(low, high) let the correction go further") for text in (low, high))
@@ -260,7 +262,9 @@ def test_tied_weights_and_what_is_added_to_them_share_one_multiplier():
     train(network, optimizer, probe, 30)
     m = probe.multipliers
     assert m["tokens"] == m["places"] == m["readout"] != m["other"]
-    assert last(probe)["readout"] == pytest.approx(math.sqrt(MOST["readout"]) * LR, rel=0.35), "it began larger"
+    assert last(probe)["readout"] == pytest.approx(math.sqrt(LARGEST_START["readout"]) * LR, rel=0.35), (
+        "it began larger"
+    )
 
 
 class TiedThrice(nn.Module):

@@ -44,7 +44,7 @@ def corrected(count, steps=1, state=None, loss_of=over_classes, **settings):
 
 def test_other_losses_than_those_over_classes_leave_steps_alone(capsys):
     for loss_of in (lambda x: x.square().mean(), lambda x: (x.softmax(1) - 1).square().mean()):
-        assert corrected(12, loss_of=loss_of)._supervisor._corrector.wanted.of_depth == 1
+        assert corrected(12, loss_of=loss_of)._supervisor._corrector.wanted.depth_factor == 1
     assert "matrices stand" not in capsys.readouterr().out
 
 
@@ -94,12 +94,12 @@ def test_of_many_residual_branches_steps_have_the_root_of_nine_over_their_number
         loss = over_classes(model(torch.randn(8, 16)))
         probe.report_loss(loss)
         loss.backward()
-    assert probe._supervisor._corrector.wanted.of_depth == pytest.approx(part)
+    assert probe._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
     line = f"what {count} residual branches change adds up: steps have {part:.2g} of their size"
     assert (line in " ".join(capsys.readouterr().out.split())) is (part < 1)
     resumed = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
     resumed.load_state_dict(probe.state_dict())
-    assert resumed._supervisor._corrector.wanted.of_depth == pytest.approx(part)
+    assert resumed._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
 
 
 @pytest.mark.parametrize("settings", [{"size": "lr"}, {"policy": "balance", "size": "lr"}])
@@ -117,20 +117,20 @@ def test_a_loss_that_is_reported_after_the_backward_pass_is_read_too():
         loss = over_classes(model(torch.randn(8, 16)))
         loss.backward()
         probe.report_loss(loss.detach())
-    assert probe._supervisor._corrector.wanted.of_depth == 1, "it has no graph"
+    assert probe._supervisor._corrector.wanted.depth_factor == 1, "it has no graph"
     with probe.step():
         optimizer.zero_grad()
         loss = over_classes(model(torch.randn(8, 16)))
         loss.backward()
         optimizer.step()
         probe.report_loss(loss)
-    assert probe._supervisor._corrector.wanted.of_depth == 1 / 4
+    assert probe._supervisor._corrector.wanted.depth_factor == 1 / 4
 
 
 def test_it_goes_on_from_its_state_before_a_graph_is_seen():
     assert '"depth": [12, 0]' in json.dumps(corrected(12, 3).state_dict(), default=str)
     probe = corrected(12, 0, corrected(12, 3).state_dict())
-    assert probe._supervisor._corrector.wanted.of_depth == pytest.approx(1 / 6)
+    assert probe._supervisor._corrector.wanted.depth_factor == pytest.approx(1 / 6)
     assert "'depth'" not in str(corrected(6, 3).state_dict())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import LayerInfo, LRCorrection, Measurement, SpectralProbe
-from spectral_monitor.correction.smoothing import ABOVE, BELOW, Tracker
+from spectral_monitor.correction.smoothing import MAX_ABOVE, MAX_BELOW, Tracker
 from spectral_monitor.correction.update_size import LEAVING, leaves_zero
 from tests.one_step import training_step
 
@@ -108,9 +108,9 @@ def test_of_what_swings_small_values_count_little_and_large_ones_at_once(swings)
     for _ in range(10):
         tracker.see(0.0, swings)
     low = tracker.see(-9.0, swings)
-    assert (low >= -BELOW) == swings
+    assert (low >= -MAX_BELOW) == swings
     high = tracker.see(3.0, swings)
-    assert (high >= 3.0 - ABOVE) == swings
+    assert (high >= 3.0 - MAX_ABOVE) == swings
     tracker = Tracker()
     levels = [tracker.see(-0.3 * step, swings) for step in range(20)]
     assert levels[-1] == pytest.approx(-0.3 * 19, abs=0.1), "a drift is followed"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import LayerInfo, LRCorrection, Measurement, SpectralProbe
-from spectral_monitor.correction.logit_clip import LEAST, LogitClip
+from spectral_monitor.correction.logit_clip import MIN_FACTOR, LogitClip
 
 
 def block(query, key):
@@ -32,14 +32,14 @@ def test_factors_fall_by_the_square_and_rise_by_two():
     assert clip.factors == {0: 0.25, 1: 0.25, 2: 1.0}
     assert (change.layer, change.before, change.after, change.observed, change.wanted) == ("0", 3.0, 0.75, 200.0, 100.0)
     clip.update(measurement(math.nan, math.nan, 1e6))
-    assert clip.factors == {0: 0.25, 1: 0.25, 2: LEAST}, "what is not known changes nothing"
+    assert clip.factors == {0: 0.25, 1: 0.25, 2: MIN_FACTOR}, "what is not known changes nothing"
     again = LogitClip(100.0, [block(0, 1), block(2, 2)])
     again.load_state_dict(clip.state_dict())
     for before, expected in ((0.25, 0.5), (0.5, 1.0), (1.0, 1.0)):
         changes = [change for change in again.update(measurement(99.0, math.nan, 101.0)) if change.layer == "0"]
         assert again.factors[0] == again.factors[1] == expected
         assert [change.after / change.before for change in changes] == [expected / before] * (expected != before)
-    assert again.factors[2] == LEAST
+    assert again.factors[2] == MIN_FACTOR
 
 
 class Attending(nn.Module):
@@ -67,9 +67,9 @@ def test_queries_and_keys_are_slowed_by_the_factor(policy):
         used = corrector._swap.multipliers[model.mix.in_proj_weight]
         found.append((dict(probe.multipliers), dict(corrector.expected), used))
     (free, meant, before), (slow, less, after) = found
-    assert after / before == pytest.approx(LEAST)
+    assert after / before == pytest.approx(MIN_FACTOR)
     for name, multiplier in free.items():
-        factor = LEAST if name == "mix.in_proj" else 1.0
+        factor = MIN_FACTOR if name == "mix.in_proj" else 1.0
         assert slow[name] / multiplier == pytest.approx(factor)
         if name in less:
             assert less[name] / meant.get(name, 1.0) == pytest.approx(factor)
@@ -86,4 +86,4 @@ def test_only_what_is_slowed_is_meant_to_move_less(limit, slowed):
     with probe.step():
         model(torch.randn(8, 5, 16)).square().mean().backward()
         optimizer.step()
-    assert probe._supervisor._corrector.expected == pytest.approx(dict.fromkeys(slowed, LEAST))
+    assert probe._supervisor._corrector.expected == pytest.approx(dict.fromkeys(slowed, MIN_FACTOR))

@@ -11,7 +11,7 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, Measurement, SpectralProbe
 from spectral_monitor.correction.corrector import RISE, Corrector
-from spectral_monitor.correction.policies import PIXELS
+from spectral_monitor.correction.policies import REFERENCE_INPUTS
 from spectral_monitor.correction.update_size import observed, remnant
 from spectral_monitor.layers import dissect
 from spectral_monitor.measurement import LOST
@@ -80,7 +80,7 @@ def test_target_is_reached_where_first_updates_are_lost(dtype, kind, lr, scale):
     network = perceptron(dtype)
     optimizer, probe = correcting(network, kind, lr)
     train(network, optimizer, probe, 60, scale)
-    for name, share in {"0": (70 / PIXELS) ** 0.25, "3": 1.0, "5": 1.0}.items():
+    for name, share in {"0": (70 / REFERENCE_INPUTS) ** 0.25, "3": 1.0, "5": 1.0}.items():
         assert probe.latest.value("update_natural", name) == pytest.approx(lr * share, rel=0.4), name
 
 

@@ -23,14 +23,14 @@ from benchmarks.rates.any_rate import train as finish
 from benchmarks.rates.steep import RECIPES
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralMonitorWarning, SpectralProbe
 from spectral_monitor.correction import smoothing, wanted
-from spectral_monitor.correction.policies import PROPORTIONAL
+from spectral_monitor.correction.policies import SGD_SHARE
 from spectral_monitor.correction.smoothing import (
     LONGEST,
     LONGEST_PROPORTIONAL,
+    MAX_STEPS_BETWEEN,
     PROBED,
     PROBES,
     RISE,
-    SELDOM,
     SHORTEST,
     UPHILL_EDGE,
     StepLength,
@@ -122,7 +122,7 @@ def test_it_looks_seldom_while_all_is_well():
             length.see(step, 0.3)
     assert looked[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert 30 < len(looked) < 45
-    assert max(b - a for a, b in itertools.pairwise(looked)) == SELDOM
+    assert max(b - a for a, b in itertools.pairwise(looked)) == MAX_STEPS_BETWEEN
 
 
 @pytest.mark.parametrize("edges", [[0.8], [2.8, 2.8, 2.8, 0.1]], ids=["nearly too long", "shortened"])
@@ -415,7 +415,7 @@ def ends_at(seed, looks):
         return nn.functional.cross_entropy(network(x), (x @ teacher).argmax(1))
 
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
-    return train(network, optimizer, looks, 120, loss_of, size=1 / 8 / PROPORTIONAL)[1]
+    return train(network, optimizer, looks, 120, loss_of, size=1 / 8 / SGD_SHARE)[1]
 
 
 def test_a_deep_network_learns_under_sgd(monkeypatch):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from spectral_monitor.correction.smoothing import SLOWEST, Tracker
+from spectral_monitor.correction.smoothing import MIN_PACE, Tracker
 
 
 def levels(values):
@@ -36,7 +36,7 @@ def test_noise_is_averaged():
     found = torch.tensor(levels(noise)[50:])
     assert float(found.std()) < 0.75 * float(torch.tensor(noise).std())
     alternating = levels([(-1.0) ** k for k in range(200)])
-    assert max(map(abs, alternating[100:])) <= SLOWEST / (2 - SLOWEST) + 0.1
+    assert max(map(abs, alternating[100:])) <= MIN_PACE / (2 - MIN_PACE) + 0.1
 
 
 def test_it_goes_on_from_its_state():

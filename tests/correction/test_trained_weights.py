@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spectral_monitor import SpectralProbe
-from spectral_monitor.correction.policies import TRAINED
+from spectral_monitor.correction.policies import TRAINED_SHARE
 from spectral_monitor.correction.settings import LRCorrection
 from tests.one_step import training_step
 
@@ -98,7 +98,7 @@ def test_their_steps_are_smaller():
             model(torch.randn(32, WIDTH)).square().mean().backward()
         update = float(torch.linalg.matrix_norm(model[3].weight.detach() - before, 2))
         sizes[kind is trained_] = update / math.sqrt(began)
-    assert sizes[True] / sizes[False] == pytest.approx(TRAINED, rel=0.35)
+    assert sizes[True] / sizes[False] == pytest.approx(TRAINED_SHARE, rel=0.35)
 
 
 def test_the_first_step_does_not_write_over_a_table():
@@ -117,7 +117,7 @@ def test_the_first_step_does_not_write_over_a_table():
         moved.append(float((model[0].weight.detach() - before).abs().max()))
         before = model[0].weight.detach().clone()
     constant = 0.5 / 8  # a constant learning rate counts as half
-    assert moved[0] == pytest.approx(constant * TRAINED * 0.02 ** (1 / 3), rel=1e-3)
+    assert moved[0] == pytest.approx(constant * TRAINED_SHARE * 0.02 ** (1 / 3), rel=1e-3)
     assert moved[1] > 3 * moved[0], "as soon as it is known to be new"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spectral_monitor.functional import noise
-from spectral_monitor.functional.noise import LEAST, noise_moments, noise_scale, sample_products
+from spectral_monitor.functional.noise import MIN_SAMPLES, noise_moments, noise_scale, sample_products
 from spectral_monitor.functional.standard_errors import STUDENT
 from tests.functional.made import Made
 
@@ -82,7 +82,7 @@ def test_moments_by_leaving_out_each_sample(samples):
 
 @pytest.mark.parametrize("samples", [0, 1, 2, 3])
 def test_moments_of_few_samples_are_zeros(samples):
-    assert LEAST == 4
+    assert MIN_SAMPLES == 4
     assert torch.equal(moments_of(drawn(samples, 2)), torch.zeros(6).double())
 
 

@@ -1,4 +1,4 @@
-"""A learning rate for every parameter, there only while the optimizer updates."""
+"""A learning rate for every parameter, in force only while the optimizer updates."""
 
 from __future__ import annotations
 
@@ -30,43 +30,40 @@ _UNFIT = {
 
 INSTEAD = "use SGD, Adam or another optimizer whose learning rate sizes each step"
 """Advice where the learning rates of an optimizer cannot be corrected."""
-MARK = "_spectral_monitor_correction"
-"""Attribute of a ``step`` that says whose it is."""
+OWNER_ATTRIBUTE = "_spectral_monitor_correction"
+"""Attribute of a ``step`` that names the :class:`_OwnStep` it belongs to."""
 
 
 @dataclass
 class _Step:
     """A step under way."""
 
-    # of the call that torch's hooks are called from; the step lasts as long as it runs. ``None`` afterwards, for it
-    # holds the closure, which holds this: a batch would stay in memory until cycles are looked for.
+    # of the call that torch's hooks are called from: the step lasts as long as it runs. ``None`` afterwards, for the
+    # frame holds the closure, which holds this: the cycle would keep a batch in memory until it is collected.
     frame: FrameType | None
-    expansion: Expansion  # of the groups, closed while the optimizer is not to see it
+    expansion: Expansion  # of the groups; closed while the optimizer must not see it
 
 
 class LRMultiplierOverride:
     """Every step of some optimizers runs with each parameter's learning rate times its multiplier.
 
-    Parameters of a group that differ in their multiplier are shown to the optimizer as groups of their own, and only
-    while it updates: schedulers, checkpoints, other callbacks and the forward see the groups there have always been,
-    the same objects. It comes to the same, bit for bit, as groups made before training, and where all multipliers are
-    1 nothing is touched.
+    The optimizer sees parameters with different multipliers as separate groups, and only while it updates. Schedulers,
+    checkpoints, other callbacks and the forward see the original groups, the same objects. The result equals, bit for
+    bit, that of groups made before training. Where all multipliers are 1 nothing is touched.
 
     * When: from the return of the closure's first call, if ``step`` is given one, to the end of the step, but not
       during further calls; without a closure, the whole step.
     * Weight decay that is part of the gradient (``SGD``, ``Adam``) is scaled with it. Where weights are shrunk by
       learning rate times decay apart from the gradient, the decay is divided by the multiplier, so that it keeps its
       strength: in groups that say ``decoupled_weight_decay``, in torch's ``AdamW``, ``Adafactor``, ``Muon`` and
-      ``ASGD`` (``lambd``) and their subclasses. Of other optimizers it is not known, and the decay is left as it is.
+      ``ASGD`` (``lambd``) and their subclasses. Other optimizers' kind of decay is unknown, and it is left as it is.
     * What the optimizer writes into its groups is taken over: counters as they are, a learning rate without the
-      multiplier. Where the groups would have to hold different things, the step ends in an error.
-    * Hooks of others see the groups there have always been, whenever they were registered, unless torch calls them once
-      more for a step inside the step; those of the measurement, which are to know the learning rates of the update, see
-      those of the update.
-    * An exception inside a step puts the groups back on its way out, without what the optimizer wrote into them. Torch
-      calls no hook then, so while armed every optimizer has a ``step`` of its own around the one it had. A step that
-      goes round it, by a method that was taken from the optimizer before, leaves them to the next step or
-      :meth:`disarm`.
+      multiplier. If parts of one group end with different values, the step ends in an error.
+    * Hooks of others see the original groups, whenever they were registered, unless torch calls them once more for a
+      step inside the step. Hooks of the measurement see the groups of the update, whose learning rates it needs.
+    * An exception inside a step restores the groups, without what the optimizer wrote into them. Torch calls no hook
+      then, so while armed every optimizer has a ``step`` of its own around the one it had. If a caller goes round it,
+      with a method that was taken from the optimizer before, the next step or :meth:`disarm` restores them.
     * ``Adafactor`` bounds its learning rate by ``1 / sqrt(step)``, multiplier and all; ``ASGD`` uses a new one a step
       late. A step replayed as a CUDA graph keeps the multipliers it was recorded with.
 
@@ -75,14 +72,14 @@ class LRMultiplierOverride:
             an attribute, counts together with it.
         multipliers: parameter -> multiplier; 1 for those that are not named. May name parameters that no optimizer
             holds, or not yet.
-        of_group: a further factor for each group, asked for at every step.
+        group_factor: returns a further factor for each group, at every step.
         keeps_decay: whether a decay apart from the gradient keeps its strength; else it goes with the learning rate, as
             in a group made with that learning rate.
 
     Raises:
         ValueError: a multiplier that is not a positive number; LBFGS, Rprop, ZeroRedundancyOptimizer, schedule-free
             optimizers, Prodigy, D-Adaptation; a group without a learning rate; an optimizer whose steps or groups
-            cannot be got at.
+            cannot be reached.
         TypeError: something that is not an optimizer.
 
     Example:
@@ -106,10 +103,10 @@ class LRMultiplierOverride:
         optimizers: Sequence[Optimizer],
         multipliers: Mapping[Any, float],
         *,
-        of_group: Callable[[dict[str, Any]], float] = lambda group: 1.0,
+        group_factor: Callable[[dict[str, Any]], float] = lambda group: 1.0,
         keeps_decay: bool = True,
     ) -> None:
-        self._of_group, self._keeps_decay = of_group, keeps_decay
+        self._group_factor, self._keeps_decay = group_factor, keeps_decay
         self._owners: list[tuple[Optimizer, ...]] = []
         counted: set[int] = set()
         for optimizer in optimizers:
@@ -139,7 +136,7 @@ class LRMultiplierOverride:
                 raise ValueError(
                     f"the multiplier of a parameter of shape {shape} must be a positive number, got {value!r}"
                 )
-        # By parameter, not by id: that of a copy is another one.
+        # By parameter, not by id: a copy of the parameter has another id.
         self._multipliers = {parameter: float(value) for parameter, value in multipliers.items()}
 
     def arm(self) -> None:
@@ -150,12 +147,14 @@ class LRMultiplierOverride:
                 self._handles.append(owner.register_step_pre_hook(partial(self._enter, owners)))
                 handle = owner.register_step_post_hook(partial(self._leave, owners))
                 self._handles.append(handle)
-                # First of all, so that hooks that were there before see the groups they know.
+                # Before all others, so that hooks registered earlier see the original groups.
                 owner._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-                self._handles.append(_OwnStep(owner, partial(_order, owner), partial(self._ended, owners)))
+                self._handles.append(
+                    _OwnStep(owner, partial(_move_own_hooks_last, owner), partial(self._ended, owners))
+                )
 
     def disarm(self) -> None:
-        """Remove what :meth:`arm` added, and put back the groups of a step that is not over; safe at any time."""
+        """Remove what :meth:`arm` added, and restore the groups of an unfinished step; safe at any time."""
         while self._handles:
             self._handles.pop().remove()
         for key in list(self._steps):
@@ -164,18 +163,18 @@ class LRMultiplierOverride:
     def _enter(self, owners: tuple[Optimizer, ...], _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         key, frame = id(owners[0]), sys._getframe(1)
         if key in self._steps and _is_running(self._steps[key].frame, frame):
-            return None  # of a parent's step, or of an optimizer this one works through: one update
+            return None  # the step of a parent class, or of an inner optimizer: still the same update
         self._close(key, keep=False)
-        step = self._steps[key] = _Step(frame, Expansion(owners, self._of_group, self._keeps_decay))
-        replaced = with_closure(args, kwargs, partial(self._apart, key, step))
+        step = self._steps[key] = _Step(frame, Expansion(owners, self._group_factor, self._keeps_decay))
+        replaced = with_closure(args, kwargs, partial(self._outside, key, step))
         if replaced is None:
             step.expansion.open(self._multipliers)
         return replaced
 
-    def _apart(self, key: int, step: _Step, closure: Closure) -> Closure:
+    def _outside(self, key: int, step: _Step, closure: Closure) -> Closure:
         """Return a closure that sees the original groups."""
 
-        def apart(*args: Any, **kwargs: Any) -> Any:
+        def with_original_groups(*args: Any, **kwargs: Any) -> Any:
             """Call the closure between closing the groups and opening them again."""
             step.expansion.close(keep=False)
             result = closure(*args, **kwargs)
@@ -183,7 +182,7 @@ class LRMultiplierOverride:
                 step.expansion.open(self._multipliers)
             return result
 
-        return apart
+        return with_original_groups
 
     def _leave(self, owners: tuple[Optimizer, ...], _: Optimizer, args: Any, kwargs: Any) -> None:
         key = id(owners[0])
@@ -191,9 +190,7 @@ class LRMultiplierOverride:
             self._close(key, keep=True)
 
     def _ended(self, owners: tuple[Optimizer, ...]) -> None:
-        """Restore the groups after a call of ``step``, unless torch's hooks have done so: after an exception they have
-        not.
-        """
+        """Restore the groups after a call of ``step`` that ended in an exception: torch has called no hook then."""
         key = id(owners[0])
         if key in self._steps and not _is_running(self._steps[key].frame, sys._getframe(1)):
             self._close(key, keep=False)
@@ -208,27 +205,26 @@ class LRMultiplierOverride:
 
 
 class _OwnStep:
-    """A ``step`` of one optimizer's own, with a call before and one after the step it had, exceptions or not.
+    """A ``step`` of one optimizer that calls something before and after its original one, even after an exception.
 
-    Gone once it is removed. If it was wrapped meanwhile, by an LR scheduler say, what is around it stays, and it only
-    passes calls on.
+    If something wraps it later, such as an LR scheduler, :meth:`remove` leaves the wrapper, and this passes calls on.
 
     Raises:
-        RuntimeError: another correction is there.
+        RuntimeError: another correction is at work.
     """
 
     def __init__(self, owner: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._holder: dict[str, Any] = vars(owner)
         self._calls: tuple[Callable[[], None], ...] = (before, after)
-        self._had = had = self._holder.get("step")  # an LR scheduler's, say; most have that of their class alone
-        other = getattr(had, MARK, None)
+        self._original = original = self._holder.get("step")  # an LR scheduler's, say; most have their class's alone
+        other = getattr(original, OWNER_ATTRIBUTE, None)
         if other is not None and other._calls:
             name = type(owner).__name__
             raise RuntimeError(f"another probe or callback corrects the learning rates of this {name}: only one may")
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            """Make the optimizer's step, with the calls around it while there are any."""
-            run = type(optimizer).step.__get__(optimizer) if had is None else had
+            """Make the optimizer's step, between the two calls until they are removed."""
+            run = type(optimizer).step.__get__(optimizer) if original is None else original
             if not self._calls:
                 return run(*args, **kwargs)
             before, after = self._calls
@@ -238,28 +234,28 @@ class _OwnStep:
             finally:
                 after()
 
-        # Torch's schedulers look for their mark, gradient scalers at the arguments that the class declares.
-        vars(step).update(getattr(had, "__dict__", {}))
-        setattr(step, MARK, self)
-        self._own = MethodType(wraps(type(owner).step)(step), owner)
-        self._holder["step"] = self._own
+        # Torch's schedulers read an attribute of ``step``, gradient scalers the signature that the class declares.
+        vars(step).update(getattr(original, "__dict__", {}))
+        setattr(step, OWNER_ATTRIBUTE, self)
+        self._step = MethodType(wraps(type(owner).step)(step), owner)
+        self._holder["step"] = self._step
 
     def remove(self) -> None:
-        """Put back what there was, and hold nothing any more."""
-        if self._holder.get("step") is self._own:
+        """Restore the original ``step``, and hold nothing any more."""
+        if self._holder.get("step") is self._step:
             del self._holder["step"]
-            if self._had is not None:
-                self._holder["step"] = self._had
+            if self._original is not None:
+                self._holder["step"] = self._original
         self._calls, self._holder = (), {}
-        del self._own
+        del self._step
 
 
-def _order(optimizer: Optimizer) -> None:
-    """Have the hooks of others called before those of corrections and measurements."""
+def _move_own_hooks_last(optimizer: Optimizer) -> None:
+    """Move the hooks of corrections and measurements behind those of others."""
     hooks: Any = optimizer._optimizer_step_pre_hooks
-    last = [key for key, hook in hooks.items() if _is_own(hook)]
-    if list(hooks)[len(hooks) - len(last) :] != last:  # else untouched: torch may be going through them
-        for key in last:
+    own_keys = [key for key, hook in hooks.items() if _is_own(hook)]
+    if list(hooks)[len(hooks) - len(own_keys) :] != own_keys:  # else untouched: torch may be iterating over them
+        for key in own_keys:
             hooks.move_to_end(key)
 
 
@@ -269,33 +265,33 @@ def _is_own(hook: Any) -> bool:
     return isinstance(holder, (LRMultiplierOverride, OptimizerCapture))
 
 
-def _is_running(frame: FrameType | None, now: FrameType | None) -> bool:
-    """Return whether a call has not returned yet, seen from one that runs: else an exception has ended it."""
-    while now is not None and now is not frame:
-        now = now.f_back
-    return now is frame
+def _is_running(frame: FrameType | None, running: FrameType | None) -> bool:
+    """Return whether a call is among the callers of one that runs; if not, an exception has ended it."""
+    while running is not None and running is not frame:
+        running = running.f_back
+    return running is frame
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and those it holds in attributes, singly or in a list or dict."""
-    found = {id(optimizer): optimizer}
+    optimizers = {id(optimizer): optimizer}
     for value in vars(optimizer).values():
         items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        found.update((id(item), item) for item in items if isinstance(item, Optimizer))
-    return list(found.values())
+        optimizers.update((id(item), item) for item in items if isinstance(item, Optimizer))
+    return list(optimizers.values())
 
 
 def _is_hooked(optimizer: Optimizer) -> bool:
     """Return whether torch calls hooks around its step: some wrappers never call ``Optimizer.__init__``."""
-    marked = getattr(type(optimizer).step, "hooked", False)
-    return bool(marked) and hasattr(optimizer, "_optimizer_step_pre_hooks")
+    hooked = getattr(type(optimizer).step, "hooked", False)
+    return bool(hooked) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _refuse(owners: Sequence[Optimizer]) -> None:
     name = type(owners[0]).__name__
     for owner in owners:
         for kind in type(owner).__mro__:
-            reason = next((reason for unfit, reason in _UNFIT.items() if unfit in kind.__name__), "")
+            reason = next((reason for name_part, reason in _UNFIT.items() if name_part in kind.__name__), "")
             if reason:
                 raise ValueError(
                     f"the learning rates of {name} cannot be corrected layer by layer: {reason}; {INSTEAD}"

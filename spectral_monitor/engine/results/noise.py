@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.results.reasons import StepContext
-from spectral_monitor.functional.noise import LEAST, noise_scale
+from spectral_monitor.functional.noise import MIN_SAMPLES, noise_scale
 from spectral_monitor.measurement import NOT_FINITE
 
 KEY, MOMENTS = "noise_scale", "noise.moments"
@@ -19,7 +19,7 @@ COLUMNS = 7
 """Of the moments of a layer in a process: of how many layers they are, and six moments."""
 
 UNKNOWN = "defined for a single matrix only, which is called once and sees each sample's inputs and gradients"
-FEW = f"it takes {LEAST} samples in each process"
+FEW = f"it takes {MIN_SAMPLES} samples in each process"
 DIVIDED = "processes share out the features of a batch"
 DIFFERENT = "the processes saw different layers"
 NO_SIGNAL = "by the samples of this batch, the mean gradient may be zero: look at noise_scale_low, or at larger batches"
