@@ -164,7 +164,11 @@ class Looks:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Append what is decided meanwhile."""
-        with _spaces(self._begin), _purposes(self), patch.object(KrylovSpace, "doubt", self._noting(KrylovSpace.doubt)):
+        with (
+            _spaces(self._begin),
+            _purposes(self),
+            patch.object(KrylovSpace, "miss_probability", self._noting(KrylovSpace.miss_probability)),
+        ):
             yield
 
     @contextmanager
@@ -175,7 +179,11 @@ class Looks:
             self._begin(space)
             self.spaces[-1][1][:] = steps(self._purpose, len(space.members))
 
-        with _spaces(begin), _purposes(self), patch.object(KrylovSpace, "doubt", _deciding(KrylovSpace.doubt)):
+        with (
+            _spaces(begin),
+            _purposes(self),
+            patch.object(KrylovSpace, "miss_probability", _deciding(KrylovSpace.miss_probability)),
+        ):
             yield
 
     def play(self) -> Callable[[str, int], Sequence[int]]:

@@ -108,7 +108,7 @@ class Tally:
         def noted(space: Any, rider: Tensor) -> Any:
             if not hasattr(space, "noted"):
                 space.noted = torch.zeros(len(space.members), dtype=torch.int64)
-                self.spaces.append((self.purpose, 2 if space.across else int(space.split), space.noted))
+                self.spaces.append((self.purpose, 2 if space.columns_split else int(space.split), space.noted))
             space.noted[[space.members[place] for place in space.undecided]] += 1
             return step(space, rider)
 

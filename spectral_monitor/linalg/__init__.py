@@ -17,7 +17,7 @@ from spectral_monitor.linalg.host_to_device import to_device
 from spectral_monitor.linalg.scaling import compute_dtype, frobenius, tame
 from spectral_monitor.linalg.sharded_stack import Shard, ShardedStack
 from spectral_monitor.linalg.spectral_norms import (
-    DOUBT,
+    MAX_MISS_PROBABILITY,
     MAX_STEPS,
     SpectralEstimate,
     spectral_estimate,
@@ -25,7 +25,7 @@ from spectral_monitor.linalg.spectral_norms import (
 )
 
 __all__ = [
-    "DOUBT",
+    "MAX_MISS_PROBABILITY",
     "MAX_STEPS",
     "AllReduce",
     "Coroutine",

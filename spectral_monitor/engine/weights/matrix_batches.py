@@ -15,7 +15,7 @@ from torch import Tensor
 from spectral_monitor.engine.weights.gradients import gradient_here
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import AllReduce, Shard, ShardedStack, compute_dtype
-from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM
+from spectral_monitor.linalg.lanczos import BLOCK, CAPACITY_INCREMENT, INITIAL_CAPACITY
 from spectral_monitor.sharding import Holding, Range, Rectangle
 from spectral_monitor.state.buffers import kept, room
 from spectral_monitor.state.dtensor import local_part
@@ -24,7 +24,7 @@ SPARE, SPARE_BYTES, OF_DEVICE = 0.035, 1 << 27, 1 / 32
 """Memory that measuring may take besides the copy of the weights: a share of that, 128 MB or a share of all that a GPU
 has, whichever is most. On a GPU few large calls are far faster than many small ones.
 """
-VECTORS = (2 * ROOM + MORE_ROOM + 8) * BLOCK
+VECTORS = (2 * INITIAL_CAPACITY + CAPACITY_INCREMENT + 8) * BLOCK
 """Those of a Lanczos iteration while its basis is moved to where there is more room, and those in passing."""
 
 SHORT = 1 << 14
