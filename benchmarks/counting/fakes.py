@@ -90,7 +90,7 @@ def _different(asked: Tensor) -> Tensor:
 
 
 ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linalg/scaling.py:_without": _true,  # all matrices are safe to square
+    "linalg/scaling.py:_failing_stacks": _true,  # all matrices are safe to square
     "linalg/lanczos.py:projected": _nothing,  # looked at in place of which is what Looks says
     "linalg/spectral_norms.py:_lanczos": _decided,
     "engine/engine.py:_observed": _true,  # the loss is 1

@@ -187,7 +187,7 @@ class SpectralProbe(ResumableRun):
         wrapper = fsdp1_wrapper(model, inside)
         self._engine = Engine(inside, optimizers, settings, processes, wrapper, corrected=mode == "correct")
         if processes is not None:
-            check_same_weights(self._engine.copied(), processes)
+            check_same_weights(self._engine.replicated(), processes)
         self._supervisor = Supervisor(mode, condition, correction, self._engine)
         self._engine.start()
         self._watch = StepWatch(self._engine, optimizer, asks_for_loss=mode != "correct")

@@ -195,7 +195,7 @@ class FeatureWatch:
     def explain(self, seen: RankReports) -> None:
         """Put what is known of features that were not seen, or of some samples only."""
         capture, facts = self.capture, self._facts
-        facts.unseen = self.replays.unseen or (MOVED if any(some.moved for some in seen.steps) else "")
+        facts.unobserved = self.replays.unseen or (MOVED if any(some.moved for some in seen.steps) else "")
         facts.shared = capture.shared
         facts.sampled = bool(capture.looked_at)
         facts.halved = capture.halved and capture.looked is None and self._asked.replay_samples is not None
