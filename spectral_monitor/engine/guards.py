@@ -98,9 +98,9 @@ class ParameterTracker:
 
 def _added(first: Locations, now: Locations) -> list[str]:
     """Return the modules that have gained parameters; those that have also lost some were replaced, not added."""
-    before, after = ({place[:2] for places in table.values() for place in places} for table in (first, now))
+    before, after = ({where[:2] for locations in table.values() for where in locations} for table in (first, now))
     replaced = {owner for owner, _ in before - after}
-    added = (place for p, places in now.items() if p not in first for place in places if place[:2] not in before)
+    added = (where for p, locations in now.items() if p not in first for where in locations if where[:2] not in before)
     return list(dict.fromkeys(owner or key for owner, key, *steps in added if not steps and owner not in replaced))
 
 

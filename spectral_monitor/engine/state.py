@@ -118,7 +118,7 @@ class EngineState:
     def _begin(self, start: dict[int, list[Tensor]] | None = None) -> Coroutine[None]:
         """Take ``start``, or the current weights, as those of the start, and measure their norms."""
         if start is None:
-            start = {i: host_copies(m.now()) for i, m in enumerate(self.members) if m.layer.sources}
+            start = {i: host_copies(m.current()) for i, m in enumerate(self.members) if m.layer.sources}
         self._start = start  # before the norms, so that drift can be measured even if they fail
         norms = yield from start_norms(self.members, start, self.settings, self.processes)
         self._start_norms = norms.fetch()
