@@ -271,14 +271,14 @@ class Engine(EngineState):
     def _observation(self, forward: WatchedForward, step_inputs: StepInputs) -> StepObservation:
         """Return this process's report on the step, also after a failure."""
         stepped, awaited = self._facts.stepped, self._awaited
-        begun, again = forward.begun, forward.again
+        loss, replayable = forward.begun, forward.again
         return StepObservation(
             failed=self._guard.failed,
             stepped=bool(stepped & awaited if awaited else stepped),
             optional=step_inputs.only_if_stepped,
             moved=self.features.moved,
             closures=max(self.optimizers.closure_calls.values(), default=0),
-            again=0 if again is None else 1 if isinstance(again, RootCall) else 2,
+            again=0 if replayable is None else 1 if isinstance(replayable, RootCall) else 2,
             loss=forward.loss is not None,
             measured=self.measured,
             drifts=self.drifts,
@@ -286,7 +286,7 @@ class Engine(EngineState):
             part=forward.part,
             samples=self.features.replays.slices.samples,
             apart=0.0 if self.budget is None else self.budget.wait,
-            begun=math.nan if begun is None or self.processes is None else float(begun),
+            begun=math.nan if loss is None or self.processes is None else float(loss),
             whole=forward.whole,
         )
 

@@ -233,18 +233,19 @@ class KrylovSpace:
         self.T = torch.nn.functional.pad(self.T, (0, added, 0, added))
 
 
-def ritz(T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sigma, residual and captured of projected matrices (K, end + b, end).
+def ritz(T: Tensor) -> Tensor:
+    """Return (3, K): sigma, its error bound and the remainder of projected matrices (K, end + b, end), in units.
 
-    * sigma: the root of the leading Ritz value, in units.
-    * residual: ``|A^T u - sigma w|`` in units, for ``w`` the leading Ritz vector and ``u = A w / sigma``.
-    * captured: ``|A V^T|_F^2``, in units squared.
+    * sigma: the root of the leading Ritz value.
+    * error: ``|A^T u - sigma w| / sqrt(2)``, for ``w`` the leading Ritz vector and ``u = A w / sigma``: up to that
+      residual, (u, w) of length sqrt(2) is an eigenvector of [[0, A], [A^T, 0]].
+    * remainder: the share of the squares of A outside the Krylov space, ``1 - |A V^T|_F^2``.
     """
     end = T.shape[2]
     values, vectors = torch.linalg.eigh(T[:, :end])
     square = values[:, -1].clamp(min=TINY)
     residual = torch.linalg.vector_norm(torch.bmm(T[:, end:], vectors[:, :, -1:]), dim=(1, 2)) / square.sqrt()
-    return square.sqrt(), residual, values.sum(1)
+    return torch.stack([square.sqrt(), residual / math.sqrt(2), (1 - values.sum(1)).clamp(min=0)])
 
 
 def _summed(images: list[Tensor], split: list[bool], rider: Tensor) -> Coroutine[tuple[list[Tensor], Tensor]]:

@@ -274,7 +274,7 @@ def _lanczos(stacks: Sequence[ShardedStack], fros: Sequence[Tensor], tol: float,
             continue
         positions = _decided(space, check)
         decided = [space.members[position] for position in positions]
-        values[:, decided] = _ritz(check) if bounds else torch.stack([check.sigma[check.done]] * 3)
+        values[:, decided] = ritz(check.T[check.done]) if bounds else torch.stack([check.sigma[check.done]] * 3)
         reads.update(dict.fromkeys(decided, 2 * space.steps))
         space.decide(positions)
         check, message = None, empty
@@ -294,10 +294,3 @@ def _check(space: KrylovSpace, tol: float) -> _Check:
 
 def _decided(space: KrylovSpace, check: _Check) -> list[int]:
     return [position for position, done in zip(space.undecided, check.done.tolist(), strict=True) if done]
-
-
-def _ritz(check: _Check) -> Tensor:
-    """Return sigma, its error bound and the share of the squares outside the Krylov space, in units."""
-    sigma, residual, captured = ritz(check.T[check.done])
-    # (u, w) is an eigenvector of [[0, A], [A^T, 0]] up to the residual, and of length sqrt(2).
-    return torch.stack([sigma, residual / math.sqrt(2), (1 - captured).clamp(min=0)])

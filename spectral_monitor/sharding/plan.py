@@ -67,7 +67,8 @@ def plan(layers: Sequence[Layer], flat: Mapping[int, ShardRegion], processes: Pr
         ValueError: the processes see different models, or hold parameters in an unknown way.
     """
     if processes is None:
-        return [_whole(layer) for layer in layers]
+        extents = [(layer, whole_extent(layer.info.shape)) for layer in layers]
+        return [Holding(extent, tuple(rectangles(layer.layout, extent))) for layer, extent in extents]
     local = processes.all_or_none(lambda: [_extent(layer, flat) for layer in layers])
     table = processes.gather(
         [(layer.info.name, layer.info.role, layer.layout, e) for layer, e in zip(layers, local, strict=True)]
@@ -78,11 +79,6 @@ def plan(layers: Sequence[Layer], flat: Mapping[int, ShardRegion], processes: Pr
     for i in sorted(range(len(layers)), key=lambda i: -math.prod(layers[i].info.shape)):
         holdings[i] = _holding(layers[i], [row[i][3] for row in table], loads, processes)
     return [holding for holding in holdings if holding is not None]
-
-
-def _whole(layer: Layer) -> Holding:
-    extent = whole_extent(layer.info.shape)
-    return Holding(extent, tuple(rectangles(layer.layout, extent)))
 
 
 def _extent(layer: Layer, flat: Mapping[int, ShardRegion]) -> ShardRegion:
