@@ -46,7 +46,8 @@ def tame(stacks: Sequence[ShardedStack]) -> Coroutine[tuple[list[ShardedStack], 
     scales = [torch.ones_like(norms) for norms in fros]
     # Only stacks with an extreme matrix are read again. The host waits once for each check, not once for each stack.
     suspects = [k for k in _failing_stacks(safe, counts) if stacks[k].shape[1] and stacks[k].shape[2]]
-    largest = yield from gather([stacks[k].combined(_largest, math.inf) for k in suspects])
+    largest_entry = partial(torch.linalg.vector_norm, ord=math.inf, dim=(1, 2))
+    largest = yield from gather([stacks[k].combined(largest_entry, math.inf) for k in suspects])
     for k, size in zip(suspects, largest, strict=True):
         scales[k] = torch.where(safe.split(counts)[k] | (size == 0), 1.0, size)
         passes[k] = 2
@@ -74,8 +75,3 @@ def _tamed(finite: Tensor, divisor: Tensor, A: Tensor, members: Tensor | None) -
     if members is not None:
         finite, divisor = finite[members], divisor[members]
     return torch.where(finite[:, None, None], A, 0.0) / torch.where(finite, divisor, 1.0)[:, None, None]
-
-
-def _largest(A: Tensor) -> Tensor:
-    size: Tensor = torch.linalg.vector_norm(A, ord=math.inf, dim=(1, 2))
-    return size

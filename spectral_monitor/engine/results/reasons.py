@@ -63,16 +63,13 @@ class StepContext:
     with_gradients: set[int] = field(default_factory=set)  # layers whose every output received its gradient once
     eps: dict[int, float] = field(default_factory=dict)  # layer index -> rounding of its outputs
     replayed: set[int] = field(default_factory=set)  # layers whose outputs after the step are known
-    # layers whose outputs were computed again, but without any of the rows that are compared
-    unchosen: set[int] = field(default_factory=set)
+    unchosen: set[int] = field(default_factory=set)  # replayed layers without any of the rows that are compared
     # optimized layer's index -> why steps of its optimizer cannot be observed; empty if they can
     optimized: Mapping[int, str] = field(default_factory=dict)
     unobserved: str = ""  # why calls of layers were not observed, or are of no use; empty if they were
     sampled: bool = False  # whether features are of some samples only, which were run beside the step
-    # whether features are those of autocast, though a forward beside the step could be in full precision
-    halved: bool = False
-    # layers whose outputs all samples have in common, where only some samples were run
-    shared: set[int] = field(default_factory=set)
+    halved: bool = False  # whether features are those of autocast, though a replay could have full precision
+    shared: set[int] = field(default_factory=set)  # layers with one output for all samples, of which some were run
     no_replay: str = ""  # why no layer was replayed; empty if layers should have been
     no_drift: str = ""  # why ``feature_drift`` is missing; empty if it should not be
     closures: int = 0  # the number of times the closure ran
@@ -82,16 +79,12 @@ class StepContext:
     accumulated: int = 1  # the divisor of the loss before the backward pass
     loss_scale: float = 1.0  # the factor on the loss before the backward pass
     loss_parts: int = 1  # number of losses of the model whose sum is that of the step; 1 if it is their mean
-    # why the loss of all micro-batches after the step is not known; ``None`` if it was not requested
-    no_loss: str | None = None
+    no_loss: str | None = None  # why the loss of the whole batch after the step is not known; ``None``: not requested
     loss_eps: float | None = None  # rounding of that loss, if it was requested
     multipliers: Mapping[int, float] = field(default_factory=dict)  # layer index -> factor of a correction on its rate
-    # layer index -> weight decay, for optimized layers whose weight is a parameter
-    decay: dict[int, WeightDecay] = field(default_factory=dict)
-    # layer index -> quantity -> a remark on its value, of the attention block that is reported there
-    attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    # whether the loss gets an input that does not fit it; ``None`` if the loss was not seen
-    unfit_loss_input: bool | None = None
+    decay: dict[int, WeightDecay] = field(default_factory=dict)  # of optimized layers whose weight is a parameter
+    attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # layer index -> quantity -> remark
+    unfit_loss_input: bool | None = None  # whether the loss gets an unfit input; ``None`` if the loss was not seen
     modes: Mapping[str, float] = field(default_factory=dict)  # values of the whole network about modules' modes
     # (quantity or need, layer index or NETWORK for all layers) -> why it is missing
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)

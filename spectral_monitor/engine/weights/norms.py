@@ -44,18 +44,13 @@ class Job(NamedTuple):
     """Matrices of some layers that are measured."""
 
     stack: MatrixBatch
-    # prefix of the raw scalars: ``W`` before the update, ``dW``, ``W1`` after it, ``drift``, ``W0`` at the start, or
-    # ``g``, the gradient
-    name: str
+    name: str  # of the raw scalars: W before the step, dW, W1 after it, W0 at the start, drift, or g, the gradient
 
 
 NEEDS = {"W": "W", "dW": "dW", "W1": "W1", "drift": "W0", "W0": "W0", "g": "|g|"}
 """Name of a job -> the need of the quantities that it measures."""
-MAPS = {"W": ("alignment", ""), "dW": ("update_alignment", "feature_change_local")}
-"""Name of a job -> quantities of products with the layers' inputs: the alignment, and the length.
-
-All of them need spectral norms.
-"""
+PRODUCT_KEYS = {"W": ("alignment", ""), "dW": ("update_alignment", "feature_change_local")}
+"""Name of a job -> quantities of products with the layers' inputs, alignment and length; they need spectral norms."""
 
 
 class MatrixNorms:
@@ -68,7 +63,7 @@ class MatrixNorms:
     def __init__(self, settings: Settings, inputs: Callable[[int], Tensor | None], out: RawScalars) -> None:
         self._settings = settings
         self._inputs = inputs
-        self._inputs_of: dict[tuple[int, ...], _Rows | None] = {}
+        self._rows_cache: dict[tuple[int, ...], _Rows | None] = {}
         self._out = out
         self.samples = 0
 
@@ -77,12 +72,12 @@ class MatrixNorms:
         needed = [job for job in jobs if self._quantities(job)]
         spectral = [job for job in needed if not all(QUANTITIES[key].by_frobenius for key in self._quantities(job))]
         others = [job for job in needed if job not in spectral]
-        mapped = [job for job in jobs if set(MAPS.get(job.name, ())) & set(self._settings.keys)]
+        multiplied = [job for job in jobs if set(PRODUCT_KEYS.get(job.name, ())) & set(self._settings.keys)]
         routines: list[Coroutine[Any]] = [
             spectral_estimates([job.stack.pieces for job in spectral], self._settings.tol, bounds=False),
             gather([job.stack.pieces.combined(frobenius, 2) for job in others]),
             gather([routine for job in needed for routine in (self._row_norms(job), self._underflow(job))]),
-            gather([self._mapped(job) for job in mapped]),
+            gather([self._products(job) for job in multiplied]),
         ]
         estimates, fros, _, products = yield from gather(routines)
         sigmas = {job: estimate.sigma for job, estimate in zip(spectral, estimates, strict=True)}
@@ -93,10 +88,10 @@ class MatrixNorms:
             if job in sigmas:
                 self._out.put_each(f"{job.name}.sigma", job.stack.spans, sigmas[job])
         for batch in _batches([x for x in products if x is not None]):
-            self._put_maps(batch, sigmas)
-        for job in mapped:
+            self._put_products(batch, sigmas)
+        for job in multiplied:
             if job.name == "dW":
-                self._inputs_of.pop(tuple(job.stack.members), None)
+                self._rows_cache.pop(tuple(job.stack.members), None)
 
     def _quantities(self, job: Job) -> set[str]:
         """Return the quantities that need norms of these matrices."""
@@ -139,7 +134,7 @@ class MatrixNorms:
         for i, (total, count) in zip(stack.members, shares, strict=True):
             self._out.put(i, "underflow_weights", total / count)
 
-    def _mapped(self, job: Job) -> Coroutine[_Mapped | None]:
+    def _products(self, job: Job) -> Coroutine[_Products | None]:
         """Return the lengths of the products with the layers' inputs; ``None`` if there are no inputs."""
         stack = job.stack
         if stack.exchange is not None:
@@ -149,43 +144,43 @@ class MatrixNorms:
             return None
         products = stack.pieces.times(rows.x)  # (K, R, m), this process's share
         if stack.exchange is None:
-            return _Mapped(job, rows, lengths(products))
+            return _Products(job, rows, lengths(products))
         if stack.split[1]:
             (products,) = yield [products]
-            return _Mapped(job, rows, lengths(products))
+            return _Products(job, rows, lengths(products))
         (squares,) = yield [lengths(products).square()]
-        return _Mapped(job, rows, squares.sqrt())
+        return _Products(job, rows, squares.sqrt())
 
     def _rows(self, stack: MatrixBatch) -> _Rows | None:
         """Return input rows for each matrix of a stack, the same for weights and updates."""
         key = tuple(stack.members)
-        if key not in self._inputs_of:
+        if key not in self._rows_cache:
             max_rows = None if self._settings.max_rows is None else max(1, RATIO_BUDGET // stack.matrices)
-            self._inputs_of[key] = _rows_of(stack, self._inputs, max_rows)
-        return self._inputs_of[key]
+            self._rows_cache[key] = _rows_of(stack, self._inputs, max_rows)
+        return self._rows_cache[key]
 
-    def _put_maps(self, batch: Sequence[_Mapped], sigmas: Mapping[Job, Tensor]) -> None:
+    def _put_products(self, batch: Sequence[_Products], sigmas: Mapping[Job, Tensor]) -> None:
         """Put alignments, and lengths of products with the inputs; ``sigmas``: the spectral norms (K,)."""
         keys = set(self._settings.keys)
         # The matrices of all stacks in one tensor (K, R): missing rows are zero and do not count.
-        longest = max(mapped.products.shape[1] for mapped in batch)
-        products = _padded([mapped.products for mapped in batch], longest)
-        input_lengths = _padded([mapped.rows.lengths for mapped in batch], longest)
-        sigma = torch.cat([sigmas[mapped.job] for mapped in batch])
-        alignments = mean_alignment(products, input_lengths, sigma)
+        longest = max(products.lengths.shape[1] for products in batch)
+        output_lengths = _padded([products.lengths for products in batch], longest)
+        input_lengths = _padded([products.rows.lengths for products in batch], longest)
+        sigma = torch.cat([sigmas[products.job] for products in batch])
+        alignments = mean_alignment(output_lengths, input_lengths, sigma)
         squares = None
-        if any(length in keys for _, length in MAPS.values()):
-            sizes = _padded([mapped.rows.sizes for mapped in batch], longest)
-            squares = (products * sizes).square()
+        if any(length in keys for _, length in PRODUCT_KEYS.values()):
+            sizes = _padded([products.rows.sizes for products in batch], longest)
+            squares = (output_lengths * sizes).square()
         alignment_errors = length_errors = None
         present = input_lengths > 0
         if self._settings.max_rows is not None or self.samples:
             groups = _sample_groups(batch, min(GROUPS, self.samples), input_lengths) if self.samples else None
-            alignment_errors = mean_alignment_error(products, input_lengths, sigma, groups)
+            alignment_errors = mean_alignment_error(output_lengths, input_lengths, sigma, groups)
             if squares is not None:  # of the root, relative to it
                 length_errors = standard_error_of_mean(squares, present, groups) * present.sum(1) / squares.sum(1) / 2
         for job, i, count, span in _spans(batch):
-            alignment, length = MAPS[job.name]
+            alignment, length = PRODUCT_KEYS[job.name]
             if alignment in keys:
                 self._out.put(i, alignment, alignments[span])
                 if alignment_errors is not None:
@@ -196,17 +191,17 @@ class MatrixNorms:
                     self._out.put(i, f"{job.name}.h.error", length_errors[span])
 
 
-def _batches(products: Sequence[_Mapped]) -> list[list[_Mapped]]:
+def _batches(parts: Sequence[_Products]) -> list[list[_Products]]:
     """Group products so that padding makes none of them both large and more than twice as large."""
-    batches: list[list[_Mapped]] = []
+    batches: list[list[_Products]] = []
     longest = 0
-    for mapped in sorted(products, key=lambda mapped: (str(mapped.products.device), -mapped.products.shape[1])):
-        matrices, rows = mapped.products.shape
-        same_device = batches and batches[-1][0].products.device == mapped.products.device
+    for part in sorted(parts, key=lambda part: (str(part.lengths.device), -part.lengths.shape[1])):
+        matrices, rows = part.lengths.shape
+        same_device = batches and batches[-1][0].lengths.device == part.lengths.device
         if not same_device or matrices * longest > max(MAX_PADDED, 2 * matrices * rows):
             batches.append([])
             longest = rows
-        batches[-1].append(mapped)
+        batches[-1].append(part)
     return batches
 
 
@@ -215,16 +210,16 @@ def _padded(parts: Sequence[Tensor], columns: int) -> Tensor:
     return torch.cat([x if x.shape[1] == columns else pad(x, (0, columns - x.shape[1])) for x in parts])
 
 
-def _spans(batch: Sequence[_Mapped]) -> Iterator[tuple[Job, int, int, slice]]:
+def _spans(batch: Sequence[_Products]) -> Iterator[tuple[Job, int, int, slice]]:
     """Yield for each layer its job, index, number of rows, and the span of its matrices in the batch."""
     first = 0
-    for job, rows, products in batch:
+    for job, rows, _ in batch:
         for i, count in rows.counts.items():
             yield job, i, count, slice(first + job.stack.spans[i].start, first + job.stack.spans[i].stop)
-        first += len(products)
+        first += job.stack.shape[0]
 
 
-def _sample_groups(batch: Sequence[_Mapped], groups: int, like: Tensor) -> Tensor:
+def _sample_groups(batch: Sequence[_Products], groups: int, like: Tensor) -> Tensor:
     """Return (K, R), the group of samples that each row belongs to; rows of a sample are consecutive."""
     counts = torch.ones(len(like), dtype=torch.long, device="cpu")
     for _, _, count, span in _spans(batch):
@@ -242,12 +237,12 @@ class _Rows(NamedTuple):
     counts: dict[int, int]  # layer -> its number of rows; only layers with inputs
 
 
-class _Mapped(NamedTuple):
-    """Lengths (K, R) of the products of matrices with input rows."""
+class _Products(NamedTuple):
+    """Products of the K matrices of a job with input rows."""
 
     job: Job
     rows: _Rows
-    products: Tensor
+    lengths: Tensor  # (K, R)
 
 
 def _rows_of(stack: MatrixBatch, inputs: Callable[[int], Tensor | None], max_rows: int | None) -> _Rows | None:
