@@ -93,7 +93,7 @@ ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
     "linalg/scaling.py:_failing_stacks": _true,  # all matrices are safe to square
     "linalg/lanczos.py:projected": _nothing,  # looked at in place of which is what Looks says
     "linalg/spectral_norms.py:_lanczos": _decided,
-    "engine/engine.py:_observed": _true,  # the loss is 1
+    "engine/engine.py:_observation": _true,  # the loss is 1
     "engine/agreement/row_hash.py:row_hashes": _different,  # no two rows are alike
     "engine/features/changes.py:measure": _sound,
     "engine/features/changes.py:_everywhere": _sound,

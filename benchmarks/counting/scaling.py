@@ -116,7 +116,7 @@ class Tally:
         with (
             patch.object(KrylovSpace, "step", noted),
             patch.object(norms, "spectral_estimates", self.named(norms.spectral_estimates, lambda *args: "matrices")),
-            patch.object(matrices, "_mapped", self.named(matrices._mapped, lambda *args: "inputs")),
+            patch.object(matrices, "_products", self.named(matrices._products, lambda *args: "inputs")),
             patch.object(rows, "_solve", self.named(rows._solve, lambda *args: "rows")),
             patch.object(rows, "sample", self.named(rows.sample, lambda *args: "inputs")),
         ):
