@@ -102,7 +102,7 @@ class EngineState:
                 self._parameters = start_parameters(self.model)
         if "W0" in self.settings.needs:
             with self._guard("remembering the start"), full_precision(), torch.no_grad():
-                run(agreed(self._begin(), self.processes), self.processes)
+                run(agreed(self._set_start(), self.processes), self.processes)
 
     def _drift_due(self) -> bool:
         """Return whether the probe batch is run again: at every n-th step with ``feature_drift`` or comparisons."""
@@ -115,7 +115,7 @@ class EngineState:
     def _linearized(self) -> bool:
         return bool({"J0", "w0"} & self.settings.needs) and self.processes is None
 
-    def _begin(self, start: dict[int, list[Tensor]] | None = None) -> Coroutine[None]:
+    def _set_start(self, start: dict[int, list[Tensor]] | None = None) -> Coroutine[None]:
         """Take ``start``, or the current weights, as those of the start, and measure their norms."""
         if start is None:
             start = {i: host_copies(m.current()) for i, m in enumerate(self.members) if m.layer.sources}
@@ -226,7 +226,7 @@ class EngineState:
         else:
             self.start_step = start_step
             with self._guard("remembering the start"), full_precision(), torch.no_grad():
-                run(self._begin(start), self.processes)
+                run(self._set_start(start), self.processes)
         if self._linearized and self.probe_taken:
             self._parameters = parameters  # the current ones do not belong to the probe batch
         elif self._linearized:
@@ -275,9 +275,10 @@ class EngineState:
                 yield member.layer.info.name, member.layer.sources
 
     def part_of(self, states: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Return the state that this process continues from, of those that several processes saved, and its tensors.
+        """Return the state and the tensors that this process continues from, of those that several processes saved.
 
-        It is its own, if that covers its weights; else the first one, with the merged tensors of all.
+        The state is its own, or the first one if the number of processes has changed. The tensors are those of the
+        state if they cover the weights of this process, else the merged ones of all.
         """
         rank, count = (0, 1) if self.processes is None else (self.processes.rank, self.processes.size)
         state = states[rank if len(states) == count else 0]

@@ -23,9 +23,9 @@ class Holding:
     rectangles: tuple[Rectangle, ...]  # what it measures: all that it holds, or nothing if another process does
     # whether the rows (first) or the columns (second) of some matrix are split over processes
     split: tuple[bool, bool] = (False, False)
-    # the range of the layer's output features that it has, where tensor parallel processes split them; ``None`` for all
+    # the ranges of the layer's output and input features that it has; ``None`` unless tensor parallelism splits them
     outputs: Range | None = None
-    inputs: Range | None = None  # the same of the layer's input features
+    inputs: Range | None = None
 
     def rows(self, layer: Layer) -> Range | None:
         """Return the range of outputs whose rows this process holds in full; ``None`` for all, (0, 0) for none."""
@@ -50,10 +50,10 @@ NOTHING = Holding(whole_extent(()), ())
 
 def copies(parameter: Tensor, flat: Mapping[int, ShardRegion], processes: ProcessGroup | None) -> int:
     """Return the number of processes that hold the same part of a parameter."""
-    return 1 if processes is None else processes.size // extents(parameter, flat).spread
+    return 1 if processes is None else processes.size // _held_region(parameter, flat).spread
 
 
-def extents(parameter: Tensor, flat: Mapping[int, ShardRegion]) -> ShardRegion:
+def _held_region(parameter: Tensor, flat: Mapping[int, ShardRegion]) -> ShardRegion:
     """Return the region of a parameter that this process holds; ``flat`` has those that FSDP1 manages."""
     return flat.get(id(parameter)) or extent_of(parameter)
 
@@ -85,7 +85,7 @@ def _extent(layer: Layer, flat: Mapping[int, ShardRegion]) -> ShardRegion:
     if layer.compute is not None:
         return whole_extent(layer.info.shape)  # ``dissect`` refuses those whose parts are spread
     try:
-        extent = extents(layer.sources[0], flat)
+        extent = _held_region(layer.sources[0], flat)
     except ValueError as error:
         raise ValueError(f"{layer.info.name}: {error}; leave it out with exclude=[...]") from None
     if reason := unfit(layer.layout, extent):

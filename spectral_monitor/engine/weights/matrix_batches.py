@@ -93,33 +93,24 @@ class MatrixBatch:
         self.split = kind.split
         self.dtype = kind.dtype
         self.like = torch.empty(0, dtype=compute_dtype(kind.dtype), device=kind.device)
+        # layer index -> its rectangles, each with the index of its buffer and the span there
+        self.slots: dict[int, list[tuple[Rectangle, int, slice]]] = {i: [] for i in members}
         total = 0
-        groups: dict[tuple[Range, Range], list[tuple[int, int, Rectangle]]] = defaultdict(list)
+        matrices: dict[tuple[Range, Range], list[int]] = defaultdict(list)  # box -> the matrices in its buffer
+        buffer_of: dict[tuple[Range, Range], int] = {}  # box -> index of its buffer
         for i, member in members.items():
             self.spans[i] = slice(total, total + member.count)
             for rectangle in member.holding.rectangles:
-                groups[(rectangle.rows, rectangle.cols)].append((i, total + rectangle.index, rectangle))
+                box, first = (rectangle.rows, rectangle.cols), total + rectangle.index
+                span = slice(len(matrices[box]), len(matrices[box]) + rectangle.count)
+                self.slots[i].append((rectangle, buffer_of.setdefault(box, len(buffer_of)), span))
+                matrices[box] += range(first, first + rectangle.count)
             total += member.count
         self.shape = (total, kind.fan_out, kind.fan_in)
         self.matrices = total  # of the complete stack, if this becomes a subset of one
-        self.boxes = list(groups)
-        self.indices: list[Tensor] = []
-        self.sizes: list[tuple[int, int, int]] = []
-        # layer index -> its rectangles, each with the index of its buffer and the span there
-        self.slots: dict[int, list[tuple[Rectangle, int, slice]]] = {i: [] for i in members}
-        for buffer, ((rows, cols), entries) in enumerate(groups.items()):
-            end = 0
-            for i, _, rectangle in entries:
-                self.slots[i].append((rectangle, buffer, slice(end, end + rectangle.count)))
-                end += rectangle.count
-            self.sizes.append((end, rows[1] - rows[0], cols[1] - cols[0]))
-            if exchange is not None:
-                self.indices.append(
-                    torch.cat([torch.arange(first, first + r.count, device="cpu") for _, first, r in entries])
-                )
-        for i, slots in self.slots.items():  # in the order of the layer's rectangles
-            if len(slots) > 1:
-                slots.sort(key=lambda slot: members[i].holding.rectangles.index(slot[0]))
+        self.boxes = list(matrices)
+        self.sizes = [(len(matrices[box]), *(last - first for first, last in box)) for box in self.boxes]
+        self.indices = [torch.tensor(matrices[box], device="cpu") for box in self.boxes] if exchange is not None else []
         self.buffers: list[Tensor] = []
         self._host = False
 
