@@ -243,8 +243,8 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
         return SHARED
     if "b" in needs and i not in facts.with_gradients:
         return "no gradient arrived at its output, or more than one, or it was overwritten"
-    changed = {"backward_speed": "b", "dual_bfa_cos": "b", "gradient_change": "g"}.get(key, "")
-    if changed and 0 < readings.get(f"d{changed}.norm") < entry.margin * facts.eps[i] * readings.get(f"{changed}.norm"):
+    symbol = {"backward_speed": "b", "dual_bfa_cos": "b", "gradient_change": "g"}.get(key, "")
+    if symbol and 0 < readings.get(f"d{symbol}.norm") < entry.margin * facts.eps[i] * readings.get(f"{symbol}.norm"):
         return "its change is too close to the rounding of its gradients"
     if entry.unit == "directions" and readings.get("h_in.rows" if entry.of_inputs else "b.rows") == 1:
         return SINGLE_ROW

@@ -107,7 +107,7 @@ class MatrixBatch:
                 matrices[box] += range(first, first + rectangle.count)
             total += member.count
         self.shape = (total, kind.fan_out, kind.fan_in)
-        self.matrices = total  # of the complete stack, if this becomes a subset of one
+        self.full_count = total  # of the complete stack, if this becomes a subset of one
         self.boxes = list(matrices)
         self.sizes = [(len(matrices[box]), *(last - first for first, last in box)) for box in self.boxes]
         self.indices = [torch.tensor(matrices[box], device="cpu") for box in self.boxes] if exchange is not None else []
@@ -125,7 +125,7 @@ class MatrixBatch:
         stack = MatrixBatch({i: self.members[i] for i in members}, None)
         spans = [self.spans[i] for i in stack.members]
         stack.buffers = [buffer[spans[0].start : spans[-1].stop] for buffer in self.buffers]  # a single one
-        stack._host, stack.matrices = self._host, self.matrices
+        stack._host, stack.full_count = self._host, self.full_count
         return stack
 
     @property

@@ -155,7 +155,7 @@ class MatrixNorms:
         """Return input rows for each matrix of a stack, the same for weights and updates."""
         key = tuple(stack.members)
         if key not in self._rows_cache:
-            max_rows = None if self._settings.max_rows is None else max(1, RATIO_BUDGET // stack.matrices)
+            max_rows = None if self._settings.max_rows is None else max(1, RATIO_BUDGET // stack.full_count)
             self._rows_cache[key] = _rows_of(stack, self._inputs, max_rows)
         return self._rows_cache[key]
 
