@@ -60,11 +60,7 @@ class FailureGuard:
 
 
 def check_supported(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers with which features cannot be measured.
-
-    Raises:
-        ValueError: naming the optimizer and what can be measured.
-    """
+    """Raise ValueError for an optimizer with which features cannot be measured, naming what can be."""
     light = f"Choose quantities='light', or a list of: {', '.join(TIERS['light'])}"
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):

@@ -23,7 +23,7 @@ def observe(forward: WatchedForward, watch: FeatureWatch, facts: StepContext, pr
     layers, features = len(forward.layers), watch.capture
     noise, outputs = watch.replays.slices.noise, forward.outputs
     hashed = range(0 if processes is None else layers)
-    prints = row_hashes({i: calls for layer in hashed for i, calls in features.inputs(layer).items()})
+    input_hashes = row_hashes({i: calls for layer in hashed for i, calls in features.inputs(layer).items()})
     for i in range(layers):
         recorded = features.calls.get(i, ())
         observation = LayerObservation(i in facts.stepped, i in facts.unused, bool(recorded), features.hidden.get(i, 0))
@@ -35,7 +35,7 @@ def observe(forward: WatchedForward, watch: FeatureWatch, facts: StepContext, pr
             observation.lasted = i in outputs
             observation.eps = max(noise.get(i, 0.0), *(call.eps for call in recorded))
             observation.inputs, observation.outputs = sum(map(len, inputs)), sum(call.count for call in recorded)
-            observation.input_print = prints[i][1] if i in prints else math.nan
+            observation.input_print = input_hashes[i][1] if i in input_hashes else math.nan
             observation.split_inputs = any(call.split_in for call in recorded)
             observation.split_outputs = any(call.split_out for call in recorded)
             observation.input_features = inputs[0].shape[1] if inputs else 0

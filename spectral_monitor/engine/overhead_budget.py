@@ -114,7 +114,7 @@ class Budget:
         self._measured = 0
         self._agreed: float = DEFAULT_SPACING  # the spacing of rank 0
         self._skipped: frozenset[str] = frozenset()  # keys that were due at skipped steps
-        self._reported = 0.0  # the spacing that the last message told
+        self._reported = 0.0  # the spacing in the last message
         self._step: int | None = None
         self._last: int | None = None
         self._began: float | None = None

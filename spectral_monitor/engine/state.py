@@ -297,11 +297,7 @@ class EngineState:
         return {"version": VERSION, "start": start, "probe": None, "no_probe": reason}
 
     def revive(self, packed: dict[str, Any]) -> RootCall:
-        """Return a call of the model from its plain form.
-
-        Raises:
-            ValueError: it is the plain form of something else.
-        """
+        """Return a call of the model from its plain form; raise ValueError for that of anything else."""
         if packed["kind"] != "call":
             raise ValueError(f"a {packed['kind']} cannot be run here")
         return RootCall.unpack(packed, self.model)

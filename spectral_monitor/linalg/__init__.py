@@ -1,4 +1,4 @@
-"""Norms of large matrices in a small, counted number of passes, wherever their entries lie."""
+"""Norms of large matrices, local or split over processes, in a small number of passes."""
 
 from spectral_monitor.linalg.collectives import (
     AllReduce,

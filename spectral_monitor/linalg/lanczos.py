@@ -40,10 +40,7 @@ TINY = 1e-30
 
 @lru_cache(maxsize=256)
 def start_block(size: int, block: int) -> Tensor:
-    """Return fixed random orthonormal rows, (block, size) float64 on the CPU; rows beyond ``size`` are 0.
-
-    The global generator is not touched.
-    """
+    """Return fixed random orthonormal rows, (block, size) float64 on the CPU; rows beyond ``size`` are 0."""
     generator = torch.Generator("cpu").manual_seed(0x5EC7 + size)
     columns = torch.randn(size, block, generator=generator, dtype=torch.float64, device="cpu")
     rows = torch.zeros(block, size, dtype=torch.float64, device="cpu")
@@ -108,7 +105,8 @@ class KrylovSpace:
         """
         self._stacks = stacks
         self.columns_split, self.split = any(A.split[1] for A in stacks), any(any(A.split) for A in stacks)
-        self._max_steps, capacity, self.steps = max_steps, min(max_steps, INITIAL_CAPACITY), 0
+        self._max_steps, self.steps = max_steps, 0
+        capacity = min(max_steps, INITIAL_CAPACITY)
         counts = [A.shape[0] for A in stacks]
         self.first = [sum(counts[:k]) for k in range(len(stacks))]
         self.members = list(range(sum(counts)))

@@ -2,8 +2,8 @@
 
 FSDP1 (``FullyShardedDataParallel``) concatenates the parameters of a wrapped module into one flat vector and gives each
 process a stretch of it, which may begin and end in the middle of a row. With ``use_orig_params=True`` the parameters
-that the optimizer has are views of that stretch, one-dimensional and often empty. Only private attributes say where in
-the parameter they lie.
+that the optimizer has are views of that stretch, one-dimensional and often empty. Only private attributes give their
+position in the parameter.
 """
 
 from __future__ import annotations

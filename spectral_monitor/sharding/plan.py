@@ -94,11 +94,7 @@ def _extent(layer: Layer, flat: Mapping[int, ShardRegion]) -> ShardRegion:
 
 
 def _compare(table: Sequence[Sequence[tuple[object, ...]]]) -> None:
-    """Refuse models that differ.
-
-    Raises:
-        ValueError: naming the first difference.
-    """
+    """Raise ValueError if models differ, naming the first difference."""
     for rank, rows in enumerate(table):
         expected, actual = ([row[:3] for row in part] for part in (table[0], rows))
         if expected != actual:

@@ -24,11 +24,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_several(what: str) -> None:
-    """Raise where several processes train together.
-
-    Raises:
-        ValueError: naming ``what`` is for one process.
-    """
+    """Raise ValueError where several processes train together; ``what``: the function that is for a single one."""
     if _count() > 1:
         raise ValueError(f"{what} is for one process, not {_count()}: call it before torch.distributed is initialized")
 

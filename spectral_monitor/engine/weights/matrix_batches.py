@@ -21,8 +21,8 @@ from spectral_monitor.state.buffers import kept, room
 from spectral_monitor.state.dtensor import local_part
 
 SPARE, SPARE_BYTES, DEVICE_SHARE = 0.035, 1 << 27, 1 / 32
-"""Limits of the memory that measuring may take besides the copy of the weights, of which the largest counts: a share of
-that copy, 128 MB, and a share of a GPU's memory. On a GPU few large calls are far faster than many small ones.
+"""Limits of the memory that measuring may take in addition to the copy of the weights; the largest one counts: a share
+of that copy, 128 MB, and a share of a GPU's memory. On a GPU few large calls are far faster than many small ones.
 """
 VECTORS = (2 * INITIAL_CAPACITY + CAPACITY_INCREMENT + 8) * BLOCK
 """Vectors of a Lanczos iteration while its basis is copied to a larger one, and temporary ones."""
@@ -115,7 +115,7 @@ class MatrixBatch:
         self._host = False
 
     def working_bytes(self, copies: int) -> int:
-        """Return the memory that each matrix takes while it is measured, with ``copies`` of it besides."""
+        """Return the memory that each matrix takes while it is measured, with ``copies`` of it."""
         _, m, n = self.shape
         copies += self.dtype != self.like.dtype
         return (VECTORS * min(m, n) * max(copies, 1) + m * n * copies) * self.like.dtype.itemsize
@@ -167,10 +167,7 @@ class MatrixBatch:
         return stack
 
     def gradients(self, *, in_place: bool) -> MatrixBatch:
-        """Return the gradients of layers whose weight is a parameter, and zeros for others and where there are none.
-
-        ``in_place``: in this memory.
-        """
+        """Return the gradients of weights that are parameters, and zeros for others; ``in_place``: in this memory."""
         stack = self._target(in_place)
         for buffer in stack.buffers:
             buffer.zero_()
