@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from benchmarks.sections import write
-from spectral_monitor.linalg import DOUBT, ShardedStack, SpectralEstimate, run_local, spectral_estimates
+from spectral_monitor.linalg import MAX_MISS_PROBABILITY, ShardedStack, SpectralEstimate, run_local, spectral_estimates
 
 TOL = 0.01
 EACH = 8
@@ -344,7 +344,7 @@ def main() -> None:
     print(text)
     if args.write:
         write(Path(args.write), "certificate", text)
-    print(f"\npromised: {DOUBT:.0%} at most; {os.cpu_count()} CPU cores", file=sys.stderr)
+    print(f"\npromised: {MAX_MISS_PROBABILITY:.0%} at most; {os.cpu_count()} CPU cores", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def _frame(function: str) -> FrameType:
 
 def _decided(tensor: Tensor) -> Tensor:
     """Answer with what the first process saw, which is this one."""
-    return _frame("_lanczos").f_locals["look"].done.float()
+    return _frame("_lanczos").f_locals["check"].done.float()
 
 
 def _sound(tensor: Tensor) -> Tensor:
@@ -90,10 +90,10 @@ def _different(tensor: Tensor) -> Tensor:
 
 
 ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linalg/scaling.py:_without": _true,  # all matrices are safe to square
+    "linalg/scaling.py:_failing_stacks": _true,  # all matrices are safe to square
     "linalg/lanczos.py:projected": _nothing,  # looked at in place of which is what Looks says
     "linalg/spectral_norms.py:_lanczos": _decided,
-    "engine/engine.py:_observed": _true,  # the loss is 1
+    "engine/engine.py:_observation": _true,  # the loss is 1
     "engine/agreement/row_hash.py:row_hashes": _different,  # no two rows are alike
     "engine/features/changes.py:measure": _sound,
     "engine/features/changes.py:_everywhere": _sound,
@@ -164,7 +164,11 @@ class Looks:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Append what is decided meanwhile."""
-        with _spaces(self._begin), _purposes(self), patch.object(KrylovSpace, "doubt", self._noting(KrylovSpace.doubt)):
+        with (
+            _spaces(self._begin),
+            _purposes(self),
+            patch.object(KrylovSpace, "miss_probability", self._noting(KrylovSpace.miss_probability)),
+        ):
             yield
 
     @contextmanager
@@ -175,7 +179,11 @@ class Looks:
             self._begin(space)
             self.spaces[-1][1][:] = steps(self._purpose, len(space.members))
 
-        with _spaces(begin), _purposes(self), patch.object(KrylovSpace, "doubt", _deciding(KrylovSpace.doubt)):
+        with (
+            _spaces(begin),
+            _purposes(self),
+            patch.object(KrylovSpace, "miss_probability", _deciding(KrylovSpace.miss_probability)),
+        ):
             yield
 
     def play(self) -> Callable[[str, int], Sequence[int]]:

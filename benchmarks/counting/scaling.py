@@ -108,7 +108,7 @@ class Tally:
         def noted(space: Any, rider: Tensor) -> Any:
             if not hasattr(space, "noted"):
                 space.noted = torch.zeros(len(space.members), dtype=torch.int64)
-                self.spaces.append((self.purpose, 2 if space.across else int(space.split), space.noted))
+                self.spaces.append((self.purpose, 2 if space.columns_split else int(space.split), space.noted))
             space.noted[[space.members[i] for i in space.undecided]] += 1
             return step(space, rider)
 
@@ -116,7 +116,7 @@ class Tally:
         with (
             patch.object(KrylovSpace, "step", noted),
             patch.object(norms, "spectral_estimates", self.named(norms.spectral_estimates, lambda *args: "matrices")),
-            patch.object(matrices, "_mapped", self.named(matrices._mapped, lambda *args: "inputs")),
+            patch.object(matrices, "_products", self.named(matrices._products, lambda *args: "inputs")),
             patch.object(rows, "_solve", self.named(rows._solve, lambda *args: "rows")),
             patch.object(rows, "sample", self.named(rows.sample, lambda *args: "inputs")),
         ):

@@ -74,7 +74,7 @@ class ResumeState:
             if state:
                 if loaded and large:
                     tensors, missing = _find(loaded.get("file"), trainer, engine)
-                    missing = engine.said_anywhere(missing)
+                    missing = engine.first_reason(missing)
                     tensors = None if missing else tensors
                     restarted += [f"drift is counted from here ({missing})"] if missing else []
                 restarted += engine.restore(state, tensors, step, partial(_revive, engine, module))

@@ -24,7 +24,7 @@ from spectral_monitor.engine.features.step_loss import StepLoss
 from spectral_monitor.engine.features.watch import FeatureWatch, WatchedForward
 from spectral_monitor.engine.guards import FailureGuard, ParameterTracker, check_supported, full_precision
 from spectral_monitor.engine.model_layout import ModelLayout
-from spectral_monitor.engine.observation import held_by, observe, settle_facts
+from spectral_monitor.engine.observation import observe, optimized_layers, settle_facts
 from spectral_monitor.engine.overhead_budget import budget_for
 from spectral_monitor.engine.results.raw import NETWORK, REUSED, RawScalars
 from spectral_monitor.engine.results.reasons import StepContext
@@ -41,27 +41,27 @@ from spectral_monitor.sharding import ProcessGroup, copies, reshard
 
 
 def _do_nothing() -> None:
-    """Stand for what a caller does not ask for; a copy of the engine can be pickled with it."""
+    """Do nothing; unlike a lambda it can be pickled with an engine."""
 
 
 class Engine(EngineState):
-    """Arms hooks for one step, reads it, computes a :class:`~spectral_monitor.measurement.Measurement`.
+    """Watches one step with hooks, and computes a :class:`~spectral_monitor.measurement.Measurement`.
 
-    Use: ``start`` once; around a step ``arm``, then ``finish``, or ``disarm`` to give up. Between steps nothing is
-    registered anywhere. Whatever goes wrong inside costs the measurement, never the training step.
+    Call ``start`` once. Around each step call ``arm``, then ``finish``, or ``disarm`` to give up. Between steps no hook
+    is registered. An error inside costs the measurement, never the training step.
 
     Attributes:
-        asked: the settings of the step that is watched, with the quantities that are measured of it.
+        requested: the settings of the step that is watched, with the quantities that are measured in it.
         budget: decides which steps can be afforded, if there is one.
-        multipliers: layer index -> what a correction multiplies the learning rate with, to be shown.
-        features, attention: watch features and attention blocks in that step.
-        step_loss: runs the whole step again for its loss, where that is asked for by itself.
-        turns: waits for optimizers that did not step in the last due step, to measure their next turn too.
+        multipliers: layer index -> the factor that a correction applies to its learning rate, to be shown.
+        features, attention: watch features and attention blocks in the step.
+        step_loss: runs the whole step again for its loss, if that is requested by itself.
+        turns: waits for optimizers that did not step in the last due step, to measure their next turn, too.
         armed: whether a step is watched.
-        idle: whether no optimizer has stepped in the step that was watched last.
+        idle: whether no optimizer stepped in the last watched step.
 
     Raises:
-        ValueError: patterns, roles or blocks that do not fit; feature quantities with LBFGS.
+        ValueError: patterns, roles or blocks do not fit; feature quantities are requested with LBFGS.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class Engine(EngineState):
         redirected: bool = False,
     ) -> None:
         """``processes``: those that train together; ``wrapper``: FSDP's, which is called in the model's place;
-        ``corrected``: whether learning rates depend on what is measured; ``whole_steps``: whether the loop offers
-        each training step to :attr:`features`; ``redirected``: whether training steps run inside a call of the model.
+        ``corrected``: whether learning rates depend on measurements; ``whole_steps``: whether the loop offers each
+        training step to :attr:`features`; ``redirected``: whether training steps run inside a call of the model.
         """
         super().__init__()
         self.model, self._modes = model, TrainingModes(model)
         self._wrapper = wrapper or model
-        self.settings = self.asked = settings
+        self.settings = self.requested = settings
         self.processes = processes
         self.budget = budget_for(settings, processes is not None, corrected)
         self._warn = WarnOnce(silent=processes is not None and processes.rank > 0)
-        own_warn = WarnOnce()  # of what happened in this process alone
+        own_warn = WarnOnce()  # for events of this process alone
         self._guard = FailureGuard(own_warn)
         reshard(self._wrapper)
-        found = partial(ModelLayout.of, model, self._wrapper, optimizers, settings, processes, whole_steps)
-        layout = (found() if processes is None else processes.all_or_none(found)).placed(processes)
+        build = partial(ModelLayout.of, model, self._wrapper, optimizers, settings, processes, whole_steps)
+        layout = (build() if processes is None else processes.all_or_none(build)).placed(processes)
         self.anatomy, self.layers, self.members = layout.anatomy, layout.layers, layout.members
         self.attention = AttentionWatch(layout, processes, self._guard)
         self._tracker = ParameterTracker(model, () if layout.flat else self.anatomy.layers)
@@ -98,36 +98,36 @@ class Engine(EngineState):
         if settings.needs & FEATURES:
             check_supported(optimizers)
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
-        held = self.optimizers.optimizers
-        self._reuse = GradientReuse(held, self._guard)
-        several = None if processes is None else self._wrapper
-        self._arrived = ArrivedGradients(held, several, layout.flat, gradient_norms, self._guard)
+        watched = self.optimizers.optimizers
+        self._reuse = GradientReuse(watched, self._guard)
+        root = None if processes is None else self._wrapper
+        self._arrived = ArrivedGradients(watched, root, layout.flat, gradient_norms, self._guard)
         self.features = FeatureWatch(
             model, self._wrapper, layout, settings, processes, self._guard, self._warn, own_warn
         )
         self.features.capture.redirected = redirected
         self.turns = Turns()
-        self._awaited: frozenset[int] = frozenset()  # in the step that is watched
-        self._overwrites = False  # whether an optimizer was seen to overwrite gradients
+        self._awaited: frozenset[int] = frozenset()  # layers whose optimizers are awaited in the watched step
+        self._overwrites = False  # whether an optimizer has overwritten gradients
         returned = not (whole_steps or layout.compiled)
-        again = self.features.replays.rerun
-        self.step_loss = StepLoss(model, again, layout.sharded, returned, own_warn, self._guard)
+        rerun = self.features.replays.rerun
+        self.step_loss = StepLoss(model, rerun, layout.sharded, returned, own_warn, self._guard)
         self.armed = self.idle = False
-        self._reported: Settings | None = settings  # None: nothing of the step that is watched
+        self._reported: Settings | None = settings  # ``None`` if nothing of the watched step is reported
         self.multipliers: Mapping[int, float] = {}
-        self.on_graph: Callable[[Tensor], None] | None = None  # reads the graph of outputs or a loss, if it is wanted
+        self.on_graph: Callable[[Tensor], None] | None = None  # reads the graph of outputs or a loss, if requested
         self._clear()
 
     def _clear(self) -> None:
         self._guard.begin()
-        self._apart: float | None = None
+        self._spacing: float | None = None  # steps to the next measured one, as rank 0 reports them
         out, facts = self._out, self._facts = RawScalars(), StepContext()
         self._stage = MatrixStage(
-            self.members, self.asked, self._start, self.features.sample, self._copies, self.processes, facts, out
+            self.members, self.requested, self._start, self.features.sample, self._copies, self.processes, facts, out
         )
         self._stage.contributions.overwrites = self._overwrites
-        self.attention.clear(self.asked, out)
-        self.features.clear(self.asked, facts, out)
+        self.attention.clear(self.requested, out)
+        self.features.clear(self.requested, facts, out)
 
     @property
     def calls(self) -> Sequence[RootCall]:
@@ -136,25 +136,24 @@ class Engine(EngineState):
 
     @property
     def awaits_clearing(self) -> bool:
-        """Return whether the coming step is to be watched for gradients of a measured one that are not cleared."""
+        """True if the next step must be watched for gradients of a measured step that are not cleared."""
         return self._reuse.is_open
 
     def arm(self, keys: Collection[str], before_forward: Callable[[], None] = _do_nothing) -> None:
-        """Register the hooks that watch the coming step.
+        """Register the hooks that watch the next step.
 
         Args:
-            keys: quantities that are measured of it, some or all of the settings'; with :data:`START` the batch becomes
-                the one ``feature_drift`` is measured on, and where there is nothing else that is all; with
-                :data:`STEP_LOSS` the whole batch runs once more for its loss; with :data:`TURN` nothing is measured
-                unless an optimizer steps that is awaited; with :data:`CLEARED` it is seen whether gradients were
-                cleared.
+            keys: quantities to measure, some or all of the settings'. With :data:`START` the batch becomes the one that
+                ``feature_drift`` is measured on. With :data:`STEP_LOSS` the whole batch runs once more for its loss.
+                With :data:`TURN` the step is measured only if an awaited optimizer steps. With :data:`CLEARED` the
+                engine observes whether gradients are cleared.
             before_forward: called before the forward, if that runs inside the optimizer's step.
         """
-        wanted = set(keys) - {START, STEP_LOSS, TURN, CLEARED}
+        quantities = set(keys) - {START, STEP_LOSS, TURN, CLEARED}
         self._awaited = self.turns.awaited if TURN in keys else frozenset()
-        self._reported = self.settings.only(wanted) if wanted else None
-        wanted |= {"feature_drift"} if START in keys else set()
-        self.asked = self.settings.only(wanted or {"lr"})  # which nothing is recorded for
+        self._reported = self.settings.only(quantities) if quantities else None
+        quantities |= {"feature_drift"} if START in keys else set()
+        self.requested = self.settings.only(quantities or {"lr"})  # nothing is recorded for the learning rate
         self.disarm()
         self.armed, self.idle = True, False
         self._before_forward = before_forward
@@ -163,16 +162,16 @@ class Engine(EngineState):
             self._facts.replaced = self._tracker.moved(self._warn)
             self.features.arm()
             if not self.features.capture.hidden_layers:
-                self.attention.arm(self.asked)
-            if self.processes is None and ("contribution" in self.asked.keys or CLEARED in keys):
+                self.attention.arm(self.requested)
+            if self.processes is None and ("contribution" in self.requested.keys or CLEARED in keys):
                 self._reuse.arm(output_parameters(self.anatomy.layers))
-            if "g" in self.asked.needs:
+            if "g" in self.requested.needs:
                 self._arrived.arm()
             self.step_loss.arm()
             self.optimizers.arm()
 
     def disarm(self) -> None:
-        """Remove every hook and forget what was recorded; safe to call at any time."""
+        """Remove every hook and drop all records; safe to call at any time."""
         self.armed = False
         self.step_loss.begin(False)
         self.optimizers.disarm()
@@ -180,70 +179,73 @@ class Engine(EngineState):
         self._arrived.disarm()
         self._clear()
 
-    def finish(self, step: int, given: StepInputs) -> Measurement | None:
-        """Return what is measured of the step that was watched, and disarm.
+    def finish(self, step: int, step_inputs: StepInputs) -> Measurement | None:
+        """Return the measurement of the watched step, and disarm.
 
         Args:
-            step: optimizer steps taken, this one included.
-            given: what the training loop knows of it. If ``only_if_stepped``, :attr:`idle` says whether one has.
+            step: optimizer steps taken, including this one.
+            step_inputs: what the training loop knows of the step. If ``only_if_stepped``, :attr:`idle` says whether an
+                optimizer has stepped.
 
         Returns:
-            ``None`` if the step could not be measured; a warning has said why.
+            ``None`` if the step could not be measured; a warning says why.
         """
         measurement = None
-        optional = given.only_if_stepped or bool(self._awaited)
-        given = replace(given, loss=None if given.loss is None else given.loss.detach(), only_if_stepped=optional)
+        optional = step_inputs.only_if_stepped or bool(self._awaited)
+        loss = None if step_inputs.loss is None else step_inputs.loss.detach()
+        step_inputs = replace(step_inputs, loss=loss, only_if_stepped=optional)
         try:
             with self._guard("measuring"), full_precision():
                 if self.armed and (self.processes is not None or not self._guard.failed):
-                    measurement = self._measure(step, given)
+                    measurement = self._measure(step, step_inputs)
             if measurement is not None:
                 measurement.summary["overhead_ms"] = self._guard.spent * 1e3
             self.start_tried |= not (optional and self.idle)
             if self.budget is not None and self._reported and self.armed and not (optional and self.idle):
-                self.budget.measured(step, self._guard.spent, self._apart)
+                self.budget.measured(step, self._guard.spent, self._spacing)
                 if measurement is not None and self.budget.interval is not None:
                     measurement.summary["interval"] = float(self.budget.interval)
         finally:
             self.disarm()
         return measurement
 
-    def _measure(self, step: int, given: StepInputs) -> Measurement | None:
-        # What this process saw, and from that of all processes what is known of the step.
+    def _measure(self, step: int, step_inputs: StepInputs) -> Measurement | None:
+        # Exchange the observations of all processes, and settle the facts of the step.
         forward = WatchedForward.empty(len(self.layers))
         with self._guard("looking at what was seen"):
-            self._look(forward, given)
+            self._collect(forward, step_inputs)
         processes = self.processes
-        seen = run(census(self._observed(forward, given), forward.layers, forward.output_hashes, processes), processes)
-        if not self._agree(seen):
+        observation = self._observation(forward, step_inputs)
+        reports = run(census(observation, forward.layers, forward.output_hashes, processes), processes)
+        if not self._agree(reports):
             return None
-        if self.idle and any(some.optional for some in seen.steps):
-            if self._awaited and seen.anywhere("stepped"):
+        if self.idle and any(report.optional for report in reports.steps):
+            if self._awaited and reports.anywhere("stepped"):
                 self.turns.missed()
             return None
-        self.correct_roles(self.features.readouts.settle(seen))
+        self.correct_roles(self.features.readouts.settle(reports))
         stage, out, facts = self._stage, self._out, self._facts
         facts.multipliers = self.multipliers
-        settle_facts(facts, seen, given)
-        facts.held, facts.modes = held_by(self.layers, self.optimizers), self._modes.look()
+        settle_facts(facts, reports, step_inputs)
+        facts.optimized, facts.modes = optimized_layers(self.layers, self.optimizers), self._modes.look()
         if self._awaited:
             self.turns.taken(facts.stepped)
         elif len(self.optimizers.optimizers) > 1 and self._reported is not None:
-            self.turns.measured(facts.held, facts.stepped)
+            self.turns.measured(facts.optimized, facts.stepped)
         if self.optimizers.compiled:
             self._warn(COMPILED_STEP)
-        self.features.explain(seen)
-        # Matrices and rows as the step saw them, then the forward again.
-        rows = self.features.begin_rows(seen)
+        self.features.explain(reports)
+        # Measure matrices and rows as they were in the step, then run the forward again.
+        rows = self.features.begin_rows(reports)
         run(agreed(self._before_replay(rows, forward), processes), processes)
         if self.features.wanted:
             due, start = self._drift_due(), self._parameters
-            run(self.features.changes(forward, rows, given, due, stage, start), processes)
+            run(self.features.changes(forward, rows, step_inputs, due, stage, start), processes)
             if self._guard.failed and processes is None:
                 return None
         if self.step_loss.wanted:
-            changed = len(self.optimizers.optimizers)
-            run(self.step_loss.after(changed, given, seen, facts, processes, out), processes)
+            optimizers = len(self.optimizers.optimizers)
+            run(self.step_loss.after(optimizers, step_inputs, reports, facts, processes, out), processes)
         if self._reported is None:
             return None
         if self.optimizers.repeated:
@@ -253,30 +255,30 @@ class Engine(EngineState):
         self.comparisons += bool(COMPARED & set(self._reported.keys))
         raw = out.fetch()
         self.attention.settle(raw, facts)
-        measurement = self._put_together(step, self._reported, facts, raw)
+        measurement = self._assemble(step, self._reported, facts, raw)
         self._overwrites |= facts.rewritten
         self.features.settle(measurement)
         return measurement
 
-    def _look(self, forward: WatchedForward, given: StepInputs) -> None:
+    def _collect(self, forward: WatchedForward, step_inputs: StepInputs) -> None:
         """Fill in what hooks have recorded of the step's forward, and how it can be run again."""
         self._stage.rest()
         self.attention.rest()
-        forward.loss_replayable = self.step_loss.can_run(given)
-        self.features.look(forward, given)
+        forward.loss_replayable = self.step_loss.can_run(step_inputs)
+        self.features.look(forward, step_inputs)
         observe(forward, self.features, self._facts, self.processes)
 
-    def _observed(self, forward: WatchedForward, given: StepInputs) -> StepObservation:
-        """Return what this process has to say of the step, after a failure too."""
+    def _observation(self, forward: WatchedForward, step_inputs: StepInputs) -> StepObservation:
+        """Return this process's report on the step, also after a failure."""
         stepped, awaited = self._facts.stepped, self._awaited
-        begun, again = forward.backward_loss, forward.replayable
+        loss, replayable = forward.backward_loss, forward.replayable
         return StepObservation(
             failed=self._guard.failed,
             stepped=bool(stepped & awaited if awaited else stepped),
-            optional=given.only_if_stepped,
+            optional=step_inputs.only_if_stepped,
             moved=self.features.moved,
             closures=max(self.optimizers.closure_calls.values(), default=0),
-            replay_kind=0 if again is None else 1 if isinstance(again, RootCall) else 2,
+            replay_kind=0 if replayable is None else 1 if isinstance(replayable, RootCall) else 2,
             loss=forward.loss is not None,
             measured=self.measured,
             drifts=self.drifts,
@@ -284,27 +286,28 @@ class Engine(EngineState):
             subset_state=forward.subset_state,
             samples=self.features.replays.subset.samples,
             spacing=0.0 if self.budget is None else self.budget.wait,
-            backward_loss=math.nan if begun is None or self.processes is None else float(begun),
+            backward_loss=math.nan if loss is None or self.processes is None else float(loss),
             loss_replayable=forward.loss_replayable,
         )
 
-    def _agree(self, seen: RankReports) -> bool:
-        """Take over what all processes have in common, and return whether the step is measured."""
-        self._apart = None if self.processes is None else seen.steps[0].spacing
-        if any(some.failed for some in seen.steps):
+    def _agree(self, reports: RankReports) -> bool:
+        """Take over the counters of all processes, and return whether the step is measured."""
+        steps = reports.steps
+        self._spacing = None if self.processes is None else steps[0].spacing
+        if any(step.failed for step in steps):
             if not self._guard.failed:
-                who = ", ".join(str(rank) for rank, some in enumerate(seen.steps) if some.failed)
-                self._warn(f"a step was not measured: it failed in process {who}, which says why")
+                ranks = ", ".join(str(rank) for rank, step in enumerate(steps) if step.failed)
+                self._warn(f"a step was not measured: it failed in process {ranks}, which says why")
             return False
-        self.idle = not any(some.stepped for some in seen.steps)
-        self.measured = int(max(some.measured for some in seen.steps))
-        self.drifts = int(max(some.drifts for some in seen.steps))
-        if not all(some.probe for some in seen.steps):
-            self.features.replays.probe = None  # what one has lost is no use to the others
+        self.idle = not any(step.stepped for step in steps)
+        self.measured = int(max(step.measured for step in steps))
+        self.drifts = int(max(step.drifts for step in steps))
+        if not all(step.probe for step in steps):
+            self.features.replays.probe = None  # it is of use only where every process has it
         return True
 
     def _before_replay(self, rows: RowStage, forward: WatchedForward) -> Coroutine[None]:
-        """Matrices, attention, and rows as the step saw them."""
+        """Measure matrices, attention, and rows as they were in the step."""
         features = self.features.routine(rows, forward.outputs)
         if self.processes is None:
             yield from sequence([self.attention.routine(), features])
@@ -330,7 +333,7 @@ class Engine(EngineState):
                 self._out.put(NETWORK, f"{REUSED}.{self._reuse.steps}", reused)
             self._stage.ready(optimizer, self._arrived.of(optimizer))
             self.step_loss.stepping()
-            self.features.ready(optimizer, partial(self.attention.watching, self.asked))
+            self.features.ready(optimizer, partial(self.attention.watching, self.requested))
             self._stage.norms.samples = self.features.capture.looked_at
             if len(self.optimizers.optimizers) == 1:
                 self.features.end_forward()

@@ -1,4 +1,4 @@
-"""Guards around what is measured: what cannot be is refused, an error costs one step, norms are in full precision."""
+"""Guards of the measurement: unsupported optimizers are refused, errors cost one step, norms have full precision."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from spectral_monitor.state.dtensor import is_distributed
 
 MAX_NAMES = 5
 """Layers that a warning names."""
-Places = Mapping[nn.Parameter, set[tuple[str, ...]]]
-"""Parameter -> for each place the module, the name in it, and what a parametrization makes of it."""
+Locations = Mapping[nn.Parameter, set[tuple[str, ...]]]
+"""Parameter -> for each of its locations the module, the name in it, and the steps of a parametrization."""
 LESS_MEMORY = " (low_memory=True, quantities='light' and replay_samples=2 each take less memory)"
 
 
 class FailureGuard:
-    """Keeps errors of the code inside ``with guard(what):`` from the training step, and counts the time it takes.
+    """Keeps errors of the code inside ``with guard(task):`` from the training step, and counts the time it takes.
 
     Attributes:
-        failed: whether there was an error in the step that is watched, which is not measured then.
+        failed: whether there was an error in the watched step, which is then not measured.
         spent: seconds.
     """
 
     def __init__(self, warn: WarnOnce) -> None:
-        """``warn``: is told of the first error of a step, which the others follow from."""
+        """``warn``: called with the first error of a step, of which the others are consequences."""
         self._warn = warn
         self.begin()
 
@@ -44,8 +44,8 @@ class FailureGuard:
         self.failed, self.spent = False, 0.0
 
     @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """Turn any error inside into a warning that ``what`` has failed."""
+    def __call__(self, task: str) -> Iterator[None]:
+        """Turn any error inside into a warning that ``task`` has failed."""
         begin, spent = time.perf_counter(), self.spent
         try:
             yield
@@ -53,18 +53,14 @@ class FailureGuard:
             first, self.failed = not self.failed, True
             if first:
                 advice = LESS_MEMORY if isinstance(error, torch.OutOfMemoryError) else ""
-                said = f"a step was not measured: {what} failed with {type(error).__name__}: {error}"
-                self._warn(said + advice, error)
+                message = f"a step was not measured: {task} failed with {type(error).__name__}: {error}"
+                self._warn(message + advice, error)
         finally:
-            self.spent = spent + time.perf_counter() - begin  # what ran inside has counted itself too
+            self.spent = spent + time.perf_counter() - begin  # replaces what nested guards have added
 
 
 def check_supported(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers around which features cannot be measured.
-
-    Raises:
-        ValueError: naming the optimizer and what can be measured.
-    """
+    """Raise ValueError for an optimizer with which features cannot be measured, naming what can be."""
     light = f"Choose quantities='light', or a list of: {', '.join(TIERS['light'])}"
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
@@ -72,52 +68,52 @@ def check_supported(optimizers: Sequence[Optimizer]) -> None:
 
 
 class ParameterTracker:
-    """The places of the layers' parameters in a model, at first and now.
+    """The locations of the layers' parameters in a model, at first and now.
 
-    Parameters that are spread over processes are not followed, for whoever spreads them puts others in their place.
+    Distributed parameters are not tracked, because sharding replaces them.
     """
 
     def __init__(self, root: nn.Module, layers: Sequence[Layer]) -> None:
         self._root, self._layers = root, layers
-        self._first = _places(root)
+        self._first = _locations(root)
 
     def moved(self, warn: Callable[[str], None]) -> set[int]:
-        """Return the layers whose weight comes from somewhere else by now; warn of them and of layers that are new."""
-        now = _places(self._root)
+        """Return the layers whose weight has been replaced; warn of these and of new layers."""
+        now = _locations(self._root)
         sources = ((i, p) for i, layer in enumerate(self._layers) for p in layer.sources if not is_distributed(p))
-        found = {i for i, p in sources if not self._first[p] <= now[p]}
-        if found:
-            names = [self._layers[i].info.name for i in sorted(found)]
+        moved = {i for i, p in sources if not self._first[p] <= now[p]}
+        if moved:
+            names = [self._layers[i].info.name for i in sorted(moved)]
             hint = "Another fit, or another probe, measures it as it is then"
             warn(f"not measured any more: {joined(names, MAX_NAMES)}; {REPLACED}. {hint}")
         if self._layers and (new := _added(self._first, now)):
             hint = "Another fit, or another probe, measures what there is then"
             warn(f"not measured, because added after the layers were listed: {joined(new, MAX_NAMES)}. {hint}")
-        return found
+        return moved
 
 
-def _added(first: Places, now: Places) -> list[str]:
-    """Return the modules that have gained parameters and lost none, for those that have are replaced."""
-    before, after = ({place[:2] for every in table.values() for place in every} for table in (first, now))
+def _added(first: Locations, now: Locations) -> list[str]:
+    """Return the modules that have gained parameters; those that have also lost some were replaced, not added."""
+    before, after = ({where[:2] for locations in table.values() for where in locations} for table in (first, now))
     replaced = {owner for owner, _ in before - after}
-    new = (place for p, every in now.items() if p not in first for place in every if place[:2] not in before)
-    return list(dict.fromkeys(place[0] or place[1] for place in new if len(place) == 2 and place[0] not in replaced))
+    added = (where for p, locations in now.items() if p not in first for where in locations if where[:2] not in before)
+    return list(dict.fromkeys(owner or key for owner, key, *steps in added if not steps and owner not in replaced))
 
 
-def _places(root: nn.Module) -> defaultdict[nn.Parameter, set[tuple[str, ...]]]:
-    """Return the places of all parameters."""
-    found: defaultdict[nn.Parameter, set[tuple[str, ...]]] = defaultdict(set)
+def _locations(root: nn.Module) -> defaultdict[nn.Parameter, set[tuple[str, ...]]]:
+    """Return the locations of all parameters."""
+    locations: defaultdict[nn.Parameter, set[tuple[str, ...]]] = defaultdict(set)
     for owner, module in named_modules(root):
         steps = [type(step).__qualname__ for step in module] if isinstance(module, ParametrizationList) else []
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                found[parameter].add((owner, key, *steps))
-    return found
+                locations[parameter].add((owner, key, *steps))
+    return locations
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside, no autocast: norms are not to be computed in half precision."""
+    """Disable autocast, so that norms are not computed in half precision."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

@@ -1,4 +1,4 @@
-"""The parts of a model, found once: its layers and who holds them, its attention blocks, and what is compiled."""
+"""The parts of a model, found once: layers and the processes that hold them, attention blocks, compiled modules."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ModelLayout:
 
     anatomy: Anatomy  # its layers, and which process measures each
     members: list[BatchMember]  # layers and nodes, with what this process holds of them
-    attention: tuple[AttentionBlock, ...]  # its attention blocks
+    attention: tuple[AttentionBlock, ...]
     compiled: str  # names of compiled modules whose forward is run eagerly beside the step; empty if there are none
-    entries: list[nn.Module] | None  # modules at which calls of those are seen; ``None`` where none are run
-    hidden: list[nn.Module]  # compiled modules whose insides are not seen
-    flat: dict[int, ShardRegion]  # id of a parameter -> where FSDP1 has put it
-    sharded: bool  # whether a parameter is spread over processes
+    entries: list[nn.Module] | None  # modules whose calls lead to those; ``None`` if none are run eagerly
+    hidden: list[nn.Module]  # compiled modules that cannot be observed inside
+    flat: dict[int, ShardRegion]  # id of a parameter -> its region, for parameters of FSDP1
+    sharded: bool  # whether any parameter is split over processes
 
     @classmethod
     def of(
@@ -46,7 +46,7 @@ class ModelLayout:
 
         Args:
             wrapper: FSDP's, which is called in the model's place, or the model.
-            whole_steps: whether training steps can be run again as a whole.
+            whole_steps: whether complete training steps can be run again.
 
         Raises:
             ValueError: patterns, roles, blocks or nodes that do not fit.
@@ -54,29 +54,29 @@ class ModelLayout:
         patterns = {key: getattr(settings, key) for key in ("include", "exclude", "roles", "blocks")}
         flat = flat_extents(wrapper)
         sharded = bool(flat) or any(is_distributed(p) for p in model.parameters())
-        held = [{id(p) for p in parameters_of(optimizer)} for optimizer in optimizers]
+        optimized = [{id(p) for p in parameters_of(optimizer)} for optimizer in optimizers]
         shapes = {key: extent.shape for key, extent in flat.items()}
-        anatomy = dissect(model, **patterns, shapes=shapes, optimized=held)
+        anatomy = dissect(model, **patterns, shapes=shapes, optimized=optimized)
         if settings.nodes:
-            known = {info.name for info in anatomy.infos}
+            names = {info.name for info in anatomy.infos}
             shared = processes is not None and len(set(processes.batches)) < processes.size
-            anatomy = replace(anatomy, nodes=node_layers(model, settings.nodes, known, SHARED_BATCH if shared else ""))
+            anatomy = replace(anatomy, nodes=node_layers(model, settings.nodes, names, SHARED_BATCH if shared else ""))
         blocks: tuple[AttentionBlock, ...] = ()
         if settings.needs & ATTENTION or settings.heads:
             blocks = attention_blocks(model, anatomy.layers, settings.heads)
-        modules, names, entries = compiled_modules(model), "", None
+        modules, compiled, entries = compiled_modules(model), "", None
         if settings.needs & FEATURES:
-            names = ", ".join(label(name, module) for name, module in modules.items())
-            seen_at = entrances(model, modules.values())
-            if modules and (seen_at or whole_steps) and not sharded:
-                entries = seen_at
+            compiled = ", ".join(label(name, module) for name, module in modules.items())
+            callers = entrances(model, modules.values())
+            if modules and (callers or whole_steps) and not sharded:
+                entries = callers
             else:
                 anatomy = without_compiled(anatomy, modules.values())
         hidden = [] if entries is not None else list(modules.values())
-        return cls(anatomy, [], blocks, names, entries, hidden, flat, sharded)
+        return cls(anatomy, [], blocks, compiled, entries, hidden, flat, sharded)
 
     def placed(self, processes: ProcessGroup | None) -> ModelLayout:
-        """Return the layout with the process that measures each layer, and the members; to be called in all of them."""
+        """Return the layout with the process that measures each layer, and the members; call it in all processes."""
         holdings = plan(self.anatomy.layers, self.flat, processes)
         layers = tuple(placed(*pair, processes) for pair in zip(self.anatomy.layers, holdings, strict=True))
         anatomy = replace(self.anatomy, layers=layers)
@@ -86,5 +86,5 @@ class ModelLayout:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers, and the nodes behind them."""
+        """The layers, followed by the nodes."""
         return (*self.anatomy.layers, *self.anatomy.nodes)

@@ -1,4 +1,4 @@
-"""From hooks and stages to what one process saw, and from what all saw to what is known of the step."""
+"""Observations of one process, and the facts of a step that follow from those of all."""
 
 from __future__ import annotations
 
@@ -19,55 +19,53 @@ from spectral_monitor.sharding import ProcessGroup
 
 
 def observe(forward: WatchedForward, watch: FeatureWatch, facts: StepContext, processes: ProcessGroup | None) -> None:
-    """Fill in this process's observation of each layer, and what other processes compare with theirs."""
+    """Fill in this process's observation of each layer, and the hashes that other processes compare with theirs."""
     layers, features = len(forward.layers), watch.capture
     noise, outputs = watch.replays.subset.noise, forward.outputs
-    apart = range(0 if processes is None else layers)
-    prints = row_hashes({i: calls for some in apart for i, calls in features.inputs(some).items()})
+    hashed = range(0 if processes is None else layers)
+    input_hashes = row_hashes({i: calls for layer in hashed for i, calls in features.inputs(layer).items()})
     for i in range(layers):
         recorded = features.calls.get(i, ())
         observation = LayerObservation(i in facts.stepped, i in facts.unused, bool(recorded), features.hidden.get(i, 0))
         forward.layers[i] = observation
         if recorded:
-            there = [x for call in recorded if (x := call.input()) is not None]
-            observation.has_inputs = len(there) == len(recorded)
+            inputs = [x for call in recorded if (x := call.input()) is not None]
+            observation.has_inputs = len(inputs) == len(recorded)
             observation.has_gradients = all(call.gradient() is not None for call in recorded)
             observation.has_outputs = i in outputs
             observation.eps = max(noise.get(i, 0.0), *(call.eps for call in recorded))
-            observation.inputs, observation.outputs = sum(map(len, there)), sum(call.count for call in recorded)
-            observation.input_hash = prints[i][1] if i in prints else math.nan
+            observation.inputs, observation.outputs = sum(map(len, inputs)), sum(call.count for call in recorded)
+            observation.input_hash = input_hashes[i][1] if i in input_hashes else math.nan
             observation.split_inputs = any(call.split_in for call in recorded)
             observation.split_outputs = any(call.split_out for call in recorded)
-            observation.input_features = there[0].shape[1] if there else 0
+            observation.input_features = inputs[0].shape[1] if inputs else 0
             observation.output_features = recorded[0].features
     if features.traced:
-        for i, said in watch.readouts.see(features, facts.unused).items():
-            forward.layers[i].readout_state = said
+        for i, state in watch.readouts.see(features, facts.unused).items():
+            forward.layers[i].readout_state = state
     if processes is not None:
         forward.output_hashes = as_table(row_hashes(outputs), layers, processes.device)
 
 
-def settle_facts(facts: StepContext, seen: RankReports, given: StepInputs) -> None:
-    """Fill in what all processes know of the step."""
-    facts.stepped, facts.unused = seen.anywhere("stepped"), seen.everywhere("unused")
-    facts.accumulated, facts.loss_scale = given.accumulated, given.loss_scale * seen.batch_count
-    facts.loss_parts, facts.unfit_loss_input = given.loss_parts, given.unfit_loss_input
-    facts.closures = int(max(some.closures for some in seen.steps))
-    facts.called = seen.anywhere("called")
-    facts.hidden = {i: WHY_HIDDEN[int(max(why))] for i, why in enumerate(seen.layers("hidden")) if max(why)}
-    facts.fed, facts.lasted, facts.graded = (
-        seen.wherever_called(name) for name in ("has_inputs", "has_outputs", "has_gradients")
-    )
-    facts.eps = {i: max(values) for i, values in enumerate(seen.layers("eps")) if i in facts.called}
+def settle_facts(facts: StepContext, reports: RankReports, step_inputs: StepInputs) -> None:
+    """Fill in the facts that follow from the reports of all processes."""
+    facts.stepped, facts.unused = reports.anywhere("stepped"), reports.everywhere("unused")
+    facts.accumulated, facts.loss_scale = step_inputs.accumulated, step_inputs.loss_scale * reports.batch_count
+    facts.loss_parts, facts.unfit_loss_input = step_inputs.loss_parts, step_inputs.unfit_loss_input
+    facts.closures = int(max(step.closures for step in reports.steps))
+    facts.called = reports.anywhere("called")
+    facts.hidden = {i: WHY_HIDDEN[int(max(codes))] for i, codes in enumerate(reports.layers("hidden")) if max(codes)}
+    facts.with_inputs = reports.wherever_called("has_inputs")
+    facts.with_outputs = reports.wherever_called("has_outputs")
+    facts.with_gradients = reports.wherever_called("has_gradients")
+    facts.eps = {i: max(values) for i, values in enumerate(reports.layers("eps")) if i in facts.called}
 
 
-def held_by(layers: Sequence[Layer], optimizers: OptimizerCapture) -> dict[int, str]:
-    """Return layer index -> why steps of the optimizer that has it cannot be seen, empty if they can; of layers that
-    none has, nothing.
-    """
-    why = {
+def optimized_layers(layers: Sequence[Layer], optimizers: OptimizerCapture) -> dict[int, str]:
+    """Return, for each layer that an optimizer trains, why its steps cannot be observed; empty if they can."""
+    reasons = {
         id(p): COMPILED_STEP if optimizer in optimizers.compiled else ""
         for optimizer in optimizers.optimizers
         for p in parameters_of(optimizer)
     }
-    return {i: why[id(p)] for i, layer in enumerate(layers) for p in layer.sources if id(p) in why}
+    return {i: reasons[id(p)] for i, layer in enumerate(layers) for p in layer.sources if id(p) in reasons}

@@ -1,6 +1,6 @@
 """The schedule: which steps are measured, and which quantities at each.
 
-Optimizers may take turns, as those of a GAN do: even intervals would only ever meet one of them.
+Optimizers may take turns, as those of a GAN do: with an even interval only one of them would ever be measured.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from spectral_monitor.quantities import QUANTITIES, TIERS
 from spectral_monitor.suggestions import did_you_mean
 
 Interval = int | str
-"""Every so many steps, or steps in words."""
+"""Number of steps between measurements, or a list of steps in words."""
 
 DEFAULT_SCHEDULE = "1, 2, 4, ..., every 100"
-"""Most happens in the first steps, and a fault is best known at once."""
+"""Dense at first, because most changes happen early and faults should show at once."""
 
-PATIENCE = 32
-"""Steps after a measured one that are watched in vain."""
+MAX_WAIT_STEPS = 32
+"""Steps after a measured one in which absent optimizers are waited for."""
 
 VALID = 'an integer >= 1, or steps in words such as "1, 2, 4, 8, ..., every 100" or "1, 10, every 1000"'
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Some first steps, and then every so many.
+    """Single steps, and multiples of an interval.
 
     Example:
         >>> schedule = Schedule.of("1, 2, 4, ..., every 100")
@@ -36,38 +36,39 @@ class Schedule:
         [1, 2, 4, 8, 16, 32, 64, 100, 200, 300]
     """
 
-    first: tuple[int, ...]  # steps, growing
-    every: int  # every n-th step too; 0 for none
+    first: tuple[int, ...]  # single steps, increasing
+    every: int  # the interval; 0 for none
 
     @classmethod
-    def of(cls, given: Interval, name: str = "every_n_steps") -> Schedule:
-        """Return the schedule for a user's ``every_n_steps``: a number, or a list in words, the last entry of which may
-        be ``every n``. ``...`` before that continues with the ratio of the two steps before it.
+    def of(cls, interval: Interval, name: str = "every_n_steps") -> Schedule:
+        """Return the schedule for a user's ``every_n_steps``.
 
         Args:
-            given: the number or the words.
-            name: what it is called in errors.
+            interval: a number, or a list of steps in words. Its last entry may be ``every n``; ``...`` before that
+                continues with the ratio of the two steps before it.
+            name: of the option, for errors.
 
         Raises:
-            ValueError: it stands for nothing.
+            ValueError: the interval is invalid.
         """
-        if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
-            return cls((), given)
-        wrong = ValueError(f"{name} must be {VALID}; got {given!r}")
-        if not isinstance(given, str):
-            raise wrong
-        *words, last = (word.strip() for word in given.split(","))
-        found = re.fullmatch(r"every +(\d+)", last)
-        every = int(found[1]) if found else 0
-        words += [] if found else [last]
-        dots = bool(found) and words[-1:] == ["..."]
+        if isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1:
+            return cls((), interval)
+        error = ValueError(f"{name} must be {VALID}; got {interval!r}")
+        if not isinstance(interval, str):
+            raise error
+        *words, last = (word.strip() for word in interval.split(","))
+        repeat = re.fullmatch(r"every +(\d+)", last)
+        every = int(repeat[1]) if repeat else 0
+        words += [] if repeat else [last]
+        dots = bool(repeat) and words[-1:] == ["..."]
         words = words[:-1] if dots else words
-        few = 0 if every else 2  # a lone number is taken for a slip: every so many, or that one?
-        if not all(word.isdecimal() for word in words) or (found and every < 1) or len(words) < (2 if dots else few):
-            raise wrong
+        # A single number in words is refused: it could be one step or an interval.
+        least = 2 if dots or not every else 0
+        if not all(word.isdecimal() for word in words) or (repeat and every < 1) or len(words) < least:
+            raise error
         first = [int(word) for word in words]
         if any(a >= b for a, b in pairwise([0, *first])):
-            raise wrong
+            raise error
         if dots:
             ratio = first[-1] / first[-2]
             while (step := round(first[-1] * ratio)) < every:
@@ -76,7 +77,7 @@ class Schedule:
 
     @cached_property
     def _first(self) -> frozenset[int]:
-        """As words may mean thousands of first steps, and every step asks."""
+        """The single steps as a set: there may be thousands, and ``due`` is called at every step."""
         return frozenset(self.first)
 
     def due(self, step: int) -> bool:
@@ -94,29 +95,29 @@ class Timetable:
         (['lr', 'update_norm'], 3, 0)
     """
 
-    groups: Mapping[Schedule, frozenset[str]]  # a schedule -> the keys that follow it
+    groups: Mapping[Schedule, frozenset[str]]  # schedule -> the keys that follow it
 
     @classmethod
-    def of(cls, given: Interval | Mapping[str, Interval], keys: Collection[str]) -> Timetable:
+    def of(cls, intervals: Interval | Mapping[str, Interval], keys: Collection[str]) -> Timetable:
         """Return the schedules for a user's ``every_n_steps``, one for each measured quantity.
 
         Args:
-            given: one interval, or a mapping from tiers and keys to intervals: a tier stands for the measured
-                quantities that are in it and in none below, and a key counts for more than its tier.
-            keys: that are measured.
+            intervals: one interval, or a mapping from tiers and keys to intervals. A tier stands for the measured
+                quantities that are in it and in no lower one; a key overrides its tier.
+            keys: the measured quantities.
 
         Raises:
-            ValueError: an interval that stands for nothing, a name that is not measured, a key without an interval.
+            ValueError: an interval is invalid, a name is not measured, or a key has no interval.
         """
-        if not isinstance(given, Mapping):
-            return cls({Schedule.of(given): frozenset(keys)})
+        if not isinstance(intervals, Mapping):
+            return cls({Schedule.of(intervals): frozenset(keys)})
         tiers = {tier: [key for key in keys if QUANTITIES[key].tier == tier] for tier in TIERS}
         valid = [tier for tier in TIERS if tiers[tier]] + list(keys)
-        for name in given:
+        for name in intervals:
             if name not in valid:
                 hint = "" if name in QUANTITIES or name in TIERS else did_you_mean(name, valid)
                 raise ValueError(f"every_n_steps: {name!r} is not measured{hint or '.'} Measured: {', '.join(valid)}")
-        schedules = {name: Schedule.of(interval, f"every_n_steps[{name!r}]") for name, interval in given.items()}
+        schedules = {name: Schedule.of(interval, f"every_n_steps[{name!r}]") for name, interval in intervals.items()}
         groups: dict[Schedule, frozenset[str]] = {}
         for key in keys:
             schedule = schedules.get(key) or schedules.get(QUANTITIES[key].tier)
@@ -128,23 +129,23 @@ class Timetable:
         return cls(groups)
 
     def due(self, step: int) -> frozenset[str]:
-        """Return what is measured at a step, counted from 1; nothing at most of them."""
+        """Return the keys that are measured at a step, counted from 1."""
         return frozenset[str]().union(*(keys for schedule, keys in self.groups.items() if schedule.due(step)))
 
     def with_key(self, key: str) -> tuple[Schedule, frozenset[str]]:
-        """Return the schedule of a measured key, and all keys that share it."""
+        """Return the schedule of a measured key, and all keys that follow it."""
         return next((schedule, keys) for schedule, keys in self.groups.items() if key in keys)
 
 
 class Turns:
-    """Waits, after a measured step, for the turn of those optimizers that did not step in it.
+    """Waits, after a measured step, for the optimizers that did not step in it.
 
     Attributes:
-        awaited: layers of these; empty if there are none.
+        awaited: the layers of these optimizers.
 
     Example:
-        >>> turns, held = Turns(), {0: "", 1: ""}
-        >>> turns.measured(held, {0}), sorted(turns.awaited)
+        >>> turns = Turns()
+        >>> turns.measured({0: "", 1: ""}, {0}), sorted(turns.awaited)
         (None, [1])
         >>> turns.taken({1}), sorted(turns.awaited)
         (None, [])
@@ -155,22 +156,23 @@ class Turns:
         self._absent: frozenset[int] = frozenset()
         self._waited = 0
 
-    def measured(self, held: Mapping[int, str], stepped: Collection[int]) -> None:
-        """Take in a step that was measured because it was due.
+    def measured(self, optimized: Mapping[int, str], stepped: Collection[int]) -> None:
+        """Note a step that was measured because it was due.
 
         Args:
-            held: layer index -> why steps of its optimizer cannot be seen; empty if they can.
+            optimized: layer index -> why steps of its optimizer cannot be observed; empty if they can.
             stepped: layers whose optimizer has stepped.
         """
         self._waited, self._absent = 0, self._absent - frozenset(stepped)
-        self.awaited = frozenset(i for i, unseen in held.items() if not unseen and i not in stepped) - self._absent
+        waiting = (i for i, reason in optimized.items() if not reason and i not in stepped)
+        self.awaited = frozenset(waiting) - self._absent
 
     def taken(self, stepped: Collection[int]) -> None:
-        """Take in a step that was measured because some of those that are awaited have stepped."""
+        """Note a step that was measured because awaited optimizers have stepped."""
         self._waited, self.awaited = 0, self.awaited - frozenset(stepped)
 
     def missed(self) -> None:
-        """Take in a step in which none of those that are awaited has stepped."""
+        """Note a step in which no awaited optimizer has stepped."""
         self._waited += 1
-        if self._waited >= PATIENCE:  # until they are seen to step, nobody waits for them again
+        if self._waited >= MAX_WAIT_STEPS:  # until they step, they are not waited for again
             self._waited, self._absent, self.awaited = 0, self._absent | self.awaited, frozenset()

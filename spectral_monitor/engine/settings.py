@@ -10,9 +10,9 @@ from spectral_monitor.engine.schedule import Interval, Timetable
 from spectral_monitor.quantities import needs, resolve
 
 FEATURES = frozenset({"h", "b", "dh", "probe"})
-"""Needs that take hooks on modules."""
+"""Needs that require hooks on modules."""
 ATTENTION = frozenset({"qk", "dqk", "logits"})
-"""Needs for which attention blocks are looked for."""
+"""Needs that require attention blocks."""
 
 
 def _are_texts(values: object) -> bool:
@@ -25,7 +25,7 @@ def _is_share(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments shared by every way into the monitor; :class:`~spectral_monitor.SpectralProbe` says what they mean.
+    """Arguments that all entry points share; :class:`~spectral_monitor.SpectralProbe` says what they mean.
 
     Attributes:
         schedule: the quantities that are measured at each step.
@@ -57,7 +57,7 @@ class Settings:
     needs: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, others, said in (
+        for name, others, alternatives in (
             ("max_rows", (None,), " or None"),
             ("replay_samples", (None, "auto"), ", None or 'auto'"),
             ("drift_every", (), ""),
@@ -65,7 +65,7 @@ class Settings:
         ):
             value = getattr(self, name)
             if value not in others and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer >= 1{said}, got {value!r}")
+                raise ValueError(f"{name} must be an integer >= 1{alternatives}, got {value!r}")
         if not _is_share(self.tol):
             raise ValueError(f"tol must be a number in (0, 1), got {self.tol!r}")
         share = self.max_overhead
@@ -91,5 +91,5 @@ class Settings:
         object.__setattr__(self, "schedule", Timetable.of(self.every_n_steps, self.keys))
 
     def only(self, keys: Collection[str]) -> Settings:
-        """Return the same settings for a step at which these keys are measured and no others."""
+        """Return the settings of a step at which only these keys are measured."""
         return self if set(keys) == set(self.keys) else replace(self, every_n_steps=1, quantities=tuple(keys))

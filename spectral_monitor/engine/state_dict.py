@@ -1,7 +1,7 @@
 """The engine's state in plain types and CPU tensors, for checkpoints.
 
-It comes in two parts. The small one (numbers, names) belongs in every checkpoint. The large one (the weights drift is
-counted from, the batch ``feature_drift`` is measured on) changes at most once, and is to be written once.
+It has two parts. The small one (numbers, names) belongs in every checkpoint. The large one (the weights that drift is
+counted from, the batch that ``feature_drift`` is measured on) changes at most once, so it need be written only once.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from spectral_monitor.capture.replay.replay import Replayable
 from spectral_monitor.engine.features.replays import Probe
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, Start
 from spectral_monitor.layers import Layer
-from spectral_monitor.sharding import Rectangle
+from spectral_monitor.sharding import Range, Rectangle
 from spectral_monitor.state.dtensor import local_part
 from spectral_monitor.state.serialize import host_copy
 
 VERSION = 3
-"""Of the format; another one is refused."""
+"""Version of the format; others are refused."""
 
 MAX_NAMES = 6
-"""Layers that a refusal names; of more it says how many."""
+"""Layers that a refusal names; it counts the others."""
 
 Revive = Callable[[dict[str, Any]], Replayable]
-"""Makes a forward that can be run again of its plain form; an error if it does not fit the model."""
+"""Makes a forward that can be run again from its plain form; raises if it does not fit the model."""
 
 
 def layer_list(layers: Sequence[Layer]) -> list[list[Any]]:
-    """Name and shape of every measured parameter: what two models must share for one to go on where the other was."""
+    """Return the name and shape of every layer; a state can be restored only where they are the same."""
     return [[layer.info.name, list(layer.info.shape)] for layer in layers]
 
 
@@ -40,27 +40,27 @@ def refusal(state: dict[str, Any], layers: Sequence[Layer]) -> str:
     """Return why a state does not fit this model; empty if it does."""
     if state.get("version") != VERSION:
         return f"the saved state has format {state.get('version')!r}, this version reads {VERSION}"
-    was = {name: tuple(shape) for name, shape in state["layers"]}
-    now = {name: tuple(shape) for name, shape in layer_list(layers)}
+    saved = {name: tuple(shape) for name, shape in state["layers"]}
+    current = {name: tuple(shape) for name, shape in layer_list(layers)}
     differing = [
-        f"{name} is {now[name]}, was {was[name]}"
-        if name in now and name in was
-        else f"{name} is {'new' if name in now else 'gone'}"
-        for name in {**was, **now}
-        if now.get(name) != was.get(name)
+        f"{name} is {current[name]}, was {saved[name]}"
+        if name in current and name in saved
+        else f"{name} is {'new' if name in current else 'gone'}"
+        for name in {**saved, **current}
+        if current.get(name) != saved.get(name)
     ]
     if not differing:
         return ""
-    more = [f"and {len(differing) - MAX_NAMES} more"] if len(differing) > MAX_NAMES else []
-    return f"the saved state is of other layers: {', '.join(differing[:MAX_NAMES] + more)}"
+    rest = [f"and {len(differing) - MAX_NAMES} more"] if len(differing) > MAX_NAMES else []
+    return f"the saved state is of other layers: {', '.join(differing[:MAX_NAMES] + rest)}"
 
 
 Packed = list[Any]
-"""A rectangle and what is in it: the first matrix, rows, columns, stretch (of FSDP1, else []), (count, rows, cols)."""
+"""A rectangle: the first matrix, rows, columns, stretch (of FSDP1, else []), and its entries (count, rows, cols)."""
 
 
 def pack_start(start: Start, members: Sequence[BatchMember]) -> dict[str, list[Packed]]:
-    """Return the starting weights by layer name, as far as this process has them; they are shared, not copied."""
+    """Return this process's starting weights by layer name; the tensors are shared, not copied."""
     packed = {}
     for i, parts in start.items():
         holding = members[i].holding
@@ -73,10 +73,10 @@ def pack_start(start: Start, members: Sequence[BatchMember]) -> dict[str, list[P
 
 
 def unpack_start(packed: dict[str, list[Packed]], members: Sequence[BatchMember]) -> dict[int, list[Tensor]]:
-    """Return the starting weights by layer index, from whatever rectangles cover those that are measured here.
+    """Return this process's starting weights by layer index, assembled from the saved rectangles.
 
     Raises:
-        ValueError: some entry is in none of them.
+        ValueError: the saved rectangles do not cover them.
     """
     start = {}
     for i, member in enumerate(members):
@@ -91,36 +91,36 @@ def unpack_start(packed: dict[str, list[Packed]], members: Sequence[BatchMember]
     return start
 
 
-def _assembled(wanted: Rectangle, saved: Sequence[Packed], stretch: list[int]) -> Tensor | None:
-    """Return the rectangle assembled from what was saved; ``None`` if that does not cover it.
+def _assembled(rectangle: Rectangle, saved: Sequence[Packed], stretch: list[int]) -> Tensor | None:
+    """Return a rectangle assembled from the saved ones; ``None`` if they do not cover it.
 
-    Stretches, which begin and end in the middle of rows, can only be what they were.
+    Stretches, which begin and end in the middle of rows, are only returned as they were saved.
     """
-    size = (wanted.count, wanted.rows[1] - wanted.rows[0], wanted.cols[1] - wanted.cols[0])
-    made: Tensor | None = None
+    box = ((rectangle.index, rectangle.index + rectangle.count), rectangle.rows, rectangle.cols)
+    assembled: Tensor | None = None
     covered = 0
-    for index, rows, cols, was, part in saved:
-        same = (index, tuple(rows), tuple(cols), tuple(part.shape)) == (wanted.index, wanted.rows, wanted.cols, size)
-        if same and list(was) == stretch:
+    for index, rows, cols, saved_stretch, part in saved:
+        saved_box = ((index, index + len(part)), tuple(rows), tuple(cols))
+        if saved_box == box and list(saved_stretch) == stretch:
             return part  # type: ignore[no-any-return]
-        if was or stretch:
+        if saved_stretch or stretch:
             continue
-        made = part.new_zeros(size) if made is None else made
-        here = ((index, index + len(part)), rows, cols)
-        there = ((wanted.index, wanted.index + wanted.count), wanted.rows, wanted.cols)
-        common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(here, there, strict=True)]
+        assembled = part.new_zeros([last - first for first, last in box]) if assembled is None else assembled
+        common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(saved_box, box, strict=True)]
         if all(last > first for first, last in common):
-            source, target = (
-                tuple(slice(f - box[0], t - box[0]) for (f, t), box in zip(common, boxes, strict=True))
-                for boxes in (here, there)
-            )
-            made[target] = part[source]
-            covered += made[target].numel()
-    return made if made is not None and covered == made.numel() else None
+            target = assembled[_within(box, common)]
+            target.copy_(part[_within(saved_box, common)])
+            covered += target.numel()
+    return assembled if assembled is not None and covered == assembled.numel() else None
+
+
+def _within(box: Sequence[Range], common: Sequence[Range]) -> tuple[slice, ...]:
+    """Return the indices of a part of a box in a tensor of its entries."""
+    return tuple(slice(first - start, last - start) for (first, last), (start, _) in zip(common, box, strict=True))
 
 
 def pack_probe(probe: Probe | None, layers: Sequence[Layer]) -> dict[str, Any] | None:
-    """Return the probe batch, and the layers' outputs on it; ``None`` if there is none, or it cannot be packed."""
+    """Return the probe batch and the layers' outputs on it; ``None`` if there is none, or it cannot be packed."""
     if probe is None or probe.packed is None:
         return None
     outputs = {
@@ -134,10 +134,10 @@ def pack_probe(probe: Probe | None, layers: Sequence[Layer]) -> dict[str, Any] |
 
 
 def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive) -> Probe:
-    """Return the probe batch, to be run by the present model.
+    """Return the probe batch, to be run by the current model.
 
     Raises:
-        Exception: the model has changed, or is on another kind of device, whose random numbers are others.
+        Exception: the model has changed, or is on another kind of device, whose random numbers differ.
     """
     device = _device(layers)
     if packed["device"] != device.type:
@@ -145,12 +145,12 @@ def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive
     indices = {layer.info.name: i for i, layer in enumerate(layers)}
     outputs: Outputs = {
         indices[name]: [
-            CallRows(None if index is None else index.to(device), h, None, count, pool, again)
+            CallRows(None if index is None else index.to(device), h, None, count, pool, replayed)
             # Earlier versions did not save the last two.
-            for index, h, again, count, pool in ((*call, call[2], call[2])[:5] for call in calls)
+            for index, h, replayed, count, pool in ((*call, call[2], call[2])[:5] for call in calls)
         ]
         for name, calls in packed["outputs"].items()
-        if name in indices  # nodes may be others
+        if name in indices  # nodes may differ
     }
     return Probe(revive(packed["again"]), outputs, packed["part"], packed["again"])
 

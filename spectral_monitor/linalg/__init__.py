@@ -1,4 +1,4 @@
-"""Norms of large matrices in a small, counted number of passes, wherever their entries lie."""
+"""Norms of large matrices, local or split over processes, in a small number of passes."""
 
 from spectral_monitor.linalg.collectives import (
     AllReduce,
@@ -17,7 +17,7 @@ from spectral_monitor.linalg.host_to_device import to_device
 from spectral_monitor.linalg.scaling import compute_dtype, frobenius, tame
 from spectral_monitor.linalg.sharded_stack import Shard, ShardedStack
 from spectral_monitor.linalg.spectral_norms import (
-    DOUBT,
+    MAX_MISS_PROBABILITY,
     MAX_STEPS,
     SpectralEstimate,
     spectral_estimate,
@@ -25,7 +25,7 @@ from spectral_monitor.linalg.spectral_norms import (
 )
 
 __all__ = [
-    "DOUBT",
+    "MAX_MISS_PROBABILITY",
     "MAX_STEPS",
     "AllReduce",
     "Coroutine",

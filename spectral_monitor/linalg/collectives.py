@@ -1,8 +1,8 @@
 """Sums over processes, many at a time.
 
-Whatever needs numbers of other processes is written as a generator: it yields tensors and gets back their sums over
-all processes. Generators that run together have their tensors packed into one, so the number of collectives is that
-of the longest of them, however many there are.
+Code that needs numbers of other processes is written as a generator: it yields tensors and is sent their sums over
+all processes. The tensors of generators that run together are packed into one, so however many generators there are,
+they need no more collectives than the longest of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 Coroutine = Generator[list[Tensor], list[Tensor], T]
-"""Yields tensors to be summed over processes, of the same shapes in every process; is sent the sums."""
+"""A generator that yields tensors, of the same shapes in every process, and is sent their sums over processes."""
 
 
 class AllReduce(Protocol):
@@ -25,7 +25,7 @@ class AllReduce(Protocol):
     Attributes:
         rank: of this process.
         size: how many there are.
-        device: where tensors are that it sums.
+        device: of the tensors that are summed.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class AllReduce(Protocol):
 
 
 def run(routine: Coroutine[T], exchange: AllReduce | None) -> T:
-    """Return the result of a coroutine run by every process at once, or alone, where a sum is its only summand."""
+    """Return the result of a coroutine that all processes run together; without ``exchange`` sums have one summand."""
     try:
         request = next(routine)
         while True:
@@ -57,7 +57,7 @@ def gather(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
     results: dict[int, T] = {}
     waiting: dict[int, tuple[Coroutine[T], list[Tensor]]] = {}
 
-    def go_on(i: int, routine: Coroutine[T], answer: list[Tensor] | None) -> None:
+    def advance(i: int, routine: Coroutine[T], answer: list[Tensor] | None) -> None:
         try:
             waiting[i] = (routine, next(routine) if answer is None else routine.send(answer))
         except StopIteration as end:
@@ -65,16 +65,16 @@ def gather(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
             results[i] = end.value
 
     for i, routine in enumerate(routines):
-        go_on(i, routine, None)
+        advance(i, routine, None)
     while waiting:
         sums = iter((yield [tensor for _, request in waiting.values() for tensor in request]))
         for i, (routine, request) in list(waiting.items()):
-            go_on(i, routine, [next(sums) for _ in request])
+            advance(i, routine, [next(sums) for _ in request])
     return [results[i] for i in sorted(results)]
 
 
 def sequence(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
-    """Run coroutines one after the other, so that what one has read is still in the cache; return their results."""
+    """Run coroutines one after the other, so that each finds its data still in the cache; return their results."""
     results = []
     for routine in routines:
         results.append((yield from routine))
@@ -82,7 +82,7 @@ def sequence(routines: Iterable[Coroutine[T]]) -> Coroutine[list[T]]:
 
 
 def resume(routine: Coroutine[T], request: list[Tensor]) -> Coroutine[T]:
-    """Continue a coroutine that was started elsewhere, where it made this request."""
+    """Continue a coroutine that has been started and waits for the sums of ``request``."""
     try:
         while True:
             request = routine.send((yield request))
@@ -92,7 +92,7 @@ def resume(routine: Coroutine[T], request: list[Tensor]) -> Coroutine[T]:
 
 
 def rank_table(values: Tensor, exchange: AllReduce | None) -> Tensor:
-    """Return (processes, ...): this process's values in its row, 0 in those of others, which a sum makes a table of."""
+    """Return (processes, ...): this process's values in its row, 0 elsewhere; summed over processes it is full."""
     if exchange is None:
         return values[None]
     table = values.new_zeros(exchange.size, *values.shape)
@@ -102,26 +102,26 @@ def rank_table(values: Tensor, exchange: AllReduce | None) -> Tensor:
 
 def reduce_table(table: Tensor, order: float) -> Tensor:
     """Return the ``order``-norm over processes of a rank table; plain sums for ``order`` 1."""
-    whole = table.double()
-    return (whole.sum(0) if order == 1 else torch.linalg.vector_norm(whole, ord=order, dim=0)).to(table.dtype)
+    double = table.double()
+    return (double.sum(0) if order == 1 else torch.linalg.vector_norm(double, ord=order, dim=0)).to(table.dtype)
 
 
 def all_reduce_norm(values: Tensor, order: float, exchange: AllReduce | None) -> Coroutine[Tensor]:
-    """Return the ``order``-norm over processes of values, each of which is this process's share."""
+    """Return the ``order``-norm over processes of their shares ``values``."""
     if exchange is None:
         return values
     (table,) = yield [rank_table(values, exchange)]
     return reduce_table(table, order)
 
 
-def _summed(asked: list[Tensor], exchange: AllReduce) -> list[Tensor]:
-    if not asked:
+def _summed(tensors: list[Tensor], exchange: AllReduce) -> list[Tensor]:
+    if not tensors:
         return []
     dtype = torch.float32
-    for tensor in asked:
+    for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    flat = torch.cat([tensor.detach().reshape(-1).to(exchange.device, dtype) for tensor in asked])
+    flat = torch.cat([tensor.detach().reshape(-1).to(exchange.device, dtype) for tensor in tensors])
     if flat.numel():
         exchange.sum(flat)
-    parts = flat.split([tensor.numel() for tensor in asked])
-    return [part.view(tensor.shape).to(tensor.device, tensor.dtype) for part, tensor in zip(parts, asked, strict=True)]
+    parts = zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+    return [part.view(tensor.shape).to(tensor.device, tensor.dtype) for part, tensor in parts]

@@ -1,7 +1,7 @@
-"""Lanczos for one symmetric operator that is known by its products only: a bracket inside its extreme eigenvalues.
+"""Lanczos for one symmetric operator that is given by its products only: its extreme Ritz values.
 
-The block solver of :mod:`spectral_monitor.linalg.lanczos` multiplies stored matrices, four directions at a time. Here a
-product takes passes through a network, one direction each, and one direction that grows deeper finds more.
+The block solver of :mod:`spectral_monitor.linalg.lanczos` multiplies stored matrices by four directions at a time. Here
+each product of one direction takes passes through a network, so a single direction with more steps is worth more.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from spectral_monitor.linalg.lanczos import orthonormal
 def extreme_ritz_values(multiply: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
     """Return the smallest and the largest Ritz value of a symmetric operator after some Lanczos steps.
 
-    But for rounding they lie between its extreme eigenvalues: neither is below the smallest one or above the largest.
-    The largest one nears the largest eigenvalue with every step, and so does the smallest one from above.
+    Up to rounding, both lie between the extreme eigenvalues, and approach them with every step.
 
     Args:
         multiply: the operator, (n,) -> (n,), real.
-        start: (n,) where the Krylov space begins, not zero.
-        steps: products, at least 1; fewer where the space ends before.
+        start: (n,) the first vector of the Krylov space, not zero.
+        steps: the number of products, at least 1; fewer if the Krylov space is exhausted before.
 
     Returns:
         (2,) float64 on the CPU.
@@ -37,7 +36,7 @@ def extreme_ritz_values(multiply: Callable[[Tensor], Tensor], start: Tensor, ste
     basis = (start / torch.linalg.vector_norm(start))[None, None]  # (1, k, n)
     one, images = torch.ones_like(basis[:, :, :1]), [multiply(basis.flatten())]
     for _ in range(1, min(steps, len(start))):
-        # Against all earlier vectors: against the last two alone, rounding would find eigenvalues several times.
+        # Against all earlier vectors: against the last two alone, rounding would repeat eigenvalues.
         newest = orthonormal(images[-1][None, None], basis, one)
         if not newest.any():
             break

@@ -1,4 +1,4 @@
-"""Small tensors on their way from the host to a device, which is not waited for."""
+"""Copies of small tensors from the host to a device, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from torch import Tensor
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device.
+    """Return a copy of a host tensor on a device.
 
-    A GPU copies by itself from page-locked memory only. From any other the host waits until all that was queued is
-    done.
+    A GPU copies asynchronously only from page-locked memory. From other memory the host waits for all queued work.
     """
     if device.type != "cuda":
         return values.to(device)

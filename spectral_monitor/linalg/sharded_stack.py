@@ -1,4 +1,4 @@
-"""A stack of matrices of which every process holds rectangles, or all of it."""
+"""A stack of matrices of which each process holds rectangles, or everything."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from spectral_monitor.linalg.collectives import AllReduce, Coroutine, all_reduce
 
 @dataclass(frozen=True)
 class Shard:
-    """The same rectangle of some members of the stack."""
+    """The same rectangle of some or all matrices of the stack."""
 
-    members: Tensor | None  # which, (P,) on the CPU; ``None`` for all of them
-    rows: slice  # where the rectangle lies
-    cols: slice  # the same of columns
-    A: Tensor  # (P, rows, cols) what is in it
+    members: Tensor | None  # (P,) indices of the matrices, on the CPU; ``None`` for all
+    rows: slice  # of the matrix
+    cols: slice  # of the matrix
+    A: Tensor  # (P, rows, cols) the entries
 
     def at(self, device: torch.device) -> slice | Tensor:
-        """Return the index of the members in a tensor on a device."""
+        """Return the members as an index of a tensor on a device."""
         return slice(None) if self.members is None else self.members.to(device)
 
 
@@ -30,12 +30,12 @@ class ShardedStack:
     """K matrices (m, n); their entries are the sums of the rectangles that all processes hold."""
 
     shape: tuple[int, int, int]  # (K, m, n)
-    parts: tuple[Shard, ...]  # what this process holds, at most one rectangle of a matrix
-    # whether some matrix has rows (first) or columns (second) whose entries are in several processes. Where neither is,
-    # each matrix is whole in one process.
+    parts: tuple[Shard, ...]  # the rectangles of this process, at most one of each matrix
+    # whether the rows (first) or the columns (second) of some matrix are split over processes; if neither are, each
+    # matrix is complete in one process
     split: tuple[bool, bool]
-    exchange: AllReduce | None  # the processes; ``None`` if there is one
-    like: Tensor  # an empty tensor of the dtype and on the device of all
+    exchange: AllReduce | None  # the processes; ``None`` for a single one
+    like: Tensor  # an empty tensor of the same dtype and device
 
     @classmethod
     def whole(cls, A: Tensor) -> ShardedStack:
@@ -53,7 +53,7 @@ class ShardedStack:
 
     @property
     def _is_whole(self) -> bool:
-        """True if one part has everything."""
+        """True if one part holds everything."""
         return [part.A.shape for part in self.parts] == [self.shape]
 
     def select(self, first: int, last: int) -> ShardedStack:
@@ -69,11 +69,11 @@ class ShardedStack:
         return replace(self, shape=(last - first, *self.shape[1:]), parts=tuple(parts))
 
     def map(self, function: Callable[[Tensor, Tensor | None], Tensor]) -> ShardedStack:
-        """Return the stack of what a function makes of each part's matrices and members."""
+        """Return the stack with a function applied to the matrices and members of each part."""
         return replace(self, parts=tuple(replace(part, A=function(part.A, part.members)) for part in self.parts))
 
     def times(self, x: Tensor) -> Tensor:
-        """``A x`` of rows x (K, b, n) as rows (K, b, m): this process's share, the rows of others 0."""
+        """Return this process's share of ``A x`` for rows x (K, b, n), as rows (K, b, m)."""
         K, b, _ = x.shape
         if self._is_whole:
             (part,) = self.parts
@@ -92,12 +92,12 @@ class ShardedStack:
         return total
 
     def combined(self, measure: Callable[[Tensor], Tensor], order: float) -> Coroutine[Tensor]:
-        """(K,) the ``order``-norm over all rectangles of ``measure``, from (P, rows, cols) to (P,)."""
+        """Return (K,), the ``order``-norm over all rectangles of ``measure``, which maps (P, rows, cols) to (P,)."""
         if self._is_whole:
             (part,) = self.parts
-            mine = measure(part.A)
+            local = measure(part.A)
         else:
-            mine = self.like.new_zeros(self.shape[0])
+            local = self.like.new_zeros(self.shape[0])
             for part in self.parts:
-                mine[part.at(mine.device)] = measure(part.A)
-        return (yield from all_reduce_norm(mine, order, self.exchange))
+                local[part.at(local.device)] = measure(part.A)
+        return (yield from all_reduce_norm(local, order, self.exchange))

@@ -27,7 +27,7 @@ from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.reporting.sinks import Sink, Sinks, checked_sinks
 from spectral_monitor.reporting.text.role_table import role_table
 from spectral_monitor.reporting.text.roles import Roles
-from spectral_monitor.sharding import check_alike, check_settings, fsdp1_wrapper, training_processes
+from spectral_monitor.sharding import check_same_weights, check_settings, fsdp1_wrapper, training_processes
 from spectral_monitor.suggestions import helpful
 
 
@@ -186,7 +186,7 @@ class SpectralProbe(ResumableRun):
         wrapper = fsdp1_wrapper(model, module)
         self._engine = Engine(module, optimizers, settings, processes, wrapper, corrected=mode == "correct")
         if processes is not None:
-            check_alike(self._engine.copied(), processes)
+            check_same_weights(self._engine.replicated(), processes)
         self._supervisor = Supervisor(mode, condition, correction, self._engine)
         self._engine.start()
         self._watch = StepWatch(self._engine, optimizer, asks_for_loss=mode != "correct")

@@ -6,7 +6,7 @@ from spectral_monitor.sharding.process_group import ProcessGroup
 from spectral_monitor.sharding.rectangles import Rectangle
 from spectral_monitor.sharding.shard_region import Range, ShardRegion
 from spectral_monitor.sharding.training_processes import (
-    check_alike,
+    check_same_weights,
     check_settings,
     fsdp1_wrapper,
     mean_over_processes,
@@ -22,7 +22,7 @@ __all__ = [
     "Rectangle",
     "ShardRegion",
     "call_through",
-    "check_alike",
+    "check_same_weights",
     "check_settings",
     "copies",
     "flat_extents",

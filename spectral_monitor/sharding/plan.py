@@ -1,4 +1,4 @@
-"""The plan of who holds and who measures what: made once, the same in every process."""
+"""The plan of which process holds and which measures what: made once, the same in every process."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class Holding:
     """The work of this process for one layer."""
 
     extent: ShardRegion  # what it holds of the parameter
-    # what it measures of the matrices: what it holds, or nothing if another process has the same
-    rectangles: tuple[Rectangle, ...]
-    # whether some matrix has rows (first) or columns (second) whose entries are in several processes
+    rectangles: tuple[Rectangle, ...]  # what it measures: all that it holds, or nothing if another process does
+    # whether the rows (first) or the columns (second) of some matrix are split over processes
     split: tuple[bool, bool] = (False, False)
-    # of the layer's output features, those it has (tensor parallel processes share them out)
+    # the ranges of the layer's output and input features that it has; ``None`` unless tensor parallelism splits them
     outputs: Range | None = None
-    inputs: Range | None = None  # of the layer's input features, the same
+    inputs: Range | None = None
 
     def rows(self, layer: Layer) -> Range | None:
-        """Return the range of a matrix's outputs that this process holds whole; ``None`` for all, (0, 0) for none."""
+        """Return the range of outputs whose rows this process holds in full; ``None`` for all, (0, 0) for none."""
         extent = self.extent
         if extent.whole:
             return None
-        box = extent.box[::-1] if layer.layout.kind == "transposed" else extent.box
-        sides = extent.shape[::-1] if layer.layout.kind == "transposed" else extent.shape
-        if extent.stretch is not None or any(part != (0, side) for part, side in zip(box[1:], sides[1:], strict=True)):
+        order = -1 if layer.layout.kind == "transposed" else 1
+        outputs, *others = extent.box[::order]
+        sizes = extent.shape[::order][1:]
+        if extent.stretch is not None or any(part != (0, size) for part, size in zip(others, sizes, strict=True)):
             return 0, 0
-        return box[0]
+        return outputs
 
     def contents(self, layer: Layer, tensor: Tensor) -> list[Tensor]:
-        """Return the entries (count, rows, cols) of each rectangle of a tensor that is sharded as the parameter is."""
+        """Return the entries (count, rows, cols) of each rectangle of a tensor that is sharded like the parameter."""
         return contents(layer.layout, self.extent, local_part(tensor)) if self.rectangles else []
 
 
@@ -49,48 +49,43 @@ NOTHING = Holding(whole_extent(()), ())
 
 
 def copies(parameter: Tensor, flat: Mapping[int, ShardRegion], processes: ProcessGroup | None) -> int:
-    """Return how many processes hold the same of a parameter."""
-    return 1 if processes is None else processes.size // extents(parameter, flat).spread
+    """Return the number of processes that hold the same part of a parameter."""
+    return 1 if processes is None else processes.size // _held_region(parameter, flat).spread
 
 
-def extents(parameter: Tensor, flat: Mapping[int, ShardRegion]) -> ShardRegion:
-    """Return the region held of a parameter; ``flat`` has those that FSDP1 manages."""
+def _held_region(parameter: Tensor, flat: Mapping[int, ShardRegion]) -> ShardRegion:
+    """Return the region of a parameter that this process holds; ``flat`` has those that FSDP1 manages."""
     return flat.get(id(parameter)) or extent_of(parameter)
 
 
 def plan(layers: Sequence[Layer], flat: Mapping[int, ShardRegion], processes: ProcessGroup | None) -> list[Holding]:
     """Return a holding for every layer.
 
-    Of entries that several processes hold, the one with the least to do so far measures them.
+    Entries that several processes hold are measured by the one with the least work so far.
 
     Raises:
-        ValueError: the processes see different models, or hold parameters in a way that is not known; what is known.
+        ValueError: the processes see different models, or hold parameters in an unknown way.
     """
     if processes is None:
-        return [_whole(layer) for layer in layers]
-    mine = processes.all_or_none(lambda: [_extent(layer, flat) for layer in layers])
+        extents = [(layer, whole_extent(layer.info.shape)) for layer in layers]
+        return [Holding(extent, tuple(rectangles(layer.layout, extent))) for layer, extent in extents]
+    local = processes.all_or_none(lambda: [_extent(layer, flat) for layer in layers])
     table = processes.gather(
-        [(layer.info.name, layer.info.role, layer.layout, e) for layer, e in zip(layers, mine, strict=True)]
+        [(layer.info.name, layer.info.role, layer.layout, e) for layer, e in zip(layers, local, strict=True)]
     )
     _compare(table)
     loads = [0] * processes.size
     holdings: list[Holding | None] = [None] * len(layers)
     for i in sorted(range(len(layers)), key=lambda i: -math.prod(layers[i].info.shape)):
-        held = [row[i][3] for row in table]
-        holdings[i] = _holding(layers[i], held, loads, processes)
+        holdings[i] = _holding(layers[i], [row[i][3] for row in table], loads, processes)
     return [holding for holding in holdings if holding is not None]
-
-
-def _whole(layer: Layer) -> Holding:
-    extent = whole_extent(layer.info.shape)
-    return Holding(extent, tuple(rectangles(layer.layout, extent)))
 
 
 def _extent(layer: Layer, flat: Mapping[int, ShardRegion]) -> ShardRegion:
     if layer.compute is not None:
-        return whole_extent(layer.info.shape)  # anatomy refuses those whose parts are spread
+        return whole_extent(layer.info.shape)  # ``dissect`` refuses those whose parts are spread
     try:
-        extent = extents(layer.sources[0], flat)
+        extent = _held_region(layer.sources[0], flat)
     except ValueError as error:
         raise ValueError(f"{layer.info.name}: {error}; leave it out with exclude=[...]") from None
     if reason := unfit(layer.layout, extent):
@@ -99,43 +94,38 @@ def _extent(layer: Layer, flat: Mapping[int, ShardRegion]) -> ShardRegion:
 
 
 def _compare(table: Sequence[Sequence[tuple[object, ...]]]) -> None:
-    """Refuse models that differ.
-
-    Raises:
-        ValueError: naming the first difference.
-    """
+    """Raise ValueError if models differ, naming the first difference."""
     for rank, rows in enumerate(table):
-        ours, theirs = ([row[:3] for row in some] for some in (table[0], rows))
-        if ours != theirs:
+        expected, actual = ([row[:3] for row in part] for part in (table[0], rows))
+        if expected != actual:
             a, b = next(
-                ((a, b) for a, b in zip(ours, theirs, strict=False) if a != b),
-                (f"{len(ours)} layers", f"{len(theirs)}"),
+                ((a, b) for a, b in zip(expected, actual, strict=False) if a != b),
+                (f"{len(expected)} layers", f"{len(actual)}"),
             )
             raise ValueError(f"the processes see different models: process 0 has {a}, process {rank} has {b}")
 
 
-def _holding(layer: Layer, held: Sequence[ShardRegion], loads: list[int], processes: ProcessGroup) -> Holding:
-    """Return the holding of one layer here, of what all processes hold of it."""
+def _holding(layer: Layer, extents: Sequence[ShardRegion], loads: list[int], processes: ProcessGroup) -> Holding:
+    """Return this process's holding of one layer, given the extents of all processes."""
     holders: dict[object, list[int]] = {}
-    for rank, extent in enumerate(held):
+    for rank, extent in enumerate(extents):
         if extent.count:
             holders.setdefault(extent.key, []).append(rank)
-    total = sum(held[ranks[0]].count for ranks in holders.values())
+    total = sum(extents[ranks[0]].count for ranks in holders.values())
     if total != math.prod(layer.info.shape):
         raise ValueError(f"the processes hold {total} different entries of {layer.info.name}, shape {layer.info.shape}")
     chosen = []
     for ranks in holders.values():
         rank = min(ranks, key=lambda rank: (loads[rank], rank))
-        loads[rank] += held[rank].count
+        loads[rank] += extents[rank].count
         chosen.append(rank)
-    found = [r for rank in chosen for r in rectangles(layer.layout, held[rank])]
-    stretched = any(extent.stretch is not None for extent in held) and len(chosen) > 1
-    rows = stretched or any(r.rows[1] - r.rows[0] < _height(layer, r) for r in found)
-    cols = stretched or any(r.cols != (0, layer.layout.fan_in) for r in found)
-    mine = held[processes.rank]
-    own = tuple(rectangles(layer.layout, mine)) if processes.rank in chosen else ()
-    outputs, inputs = _features(layer, processes)
-    return Holding(mine, own, (rows, cols), outputs, inputs)
+    measured = [r for rank in chosen for r in rectangles(layer.layout, extents[rank])]
+    stretched = any(extent.stretch is not None for extent in extents) and len(chosen) > 1
+    rows = stretched or any(r.rows[1] - r.rows[0] < _height(layer, r) for r in measured)
+    cols = stretched or any(r.cols != (0, layer.layout.fan_in) for r in measured)
+    extent = extents[processes.rank]
+    local = tuple(rectangles(layer.layout, extent)) if processes.rank in chosen else ()
+    return Holding(extent, local, (rows, cols), *_features(layer, processes))
 
 
 def _height(layer: Layer, rectangle: Rectangle) -> int:
@@ -144,13 +134,15 @@ def _height(layer: Layer, rectangle: Rectangle) -> int:
 
 
 def _features(layer: Layer, processes: ProcessGroup) -> tuple[Range | None, Range | None]:
-    """Output and input features that are here where processes with the same batch share them out; ``None`` for all."""
-    source = layer.sources[0]
-    if not is_distributed(source) or layer.layout.kind not in ("linear", "transposed"):
+    """Return the ranges of output and input features of this process.
+
+    ``None`` stands for all: only processes with the same batch split features.
+    """
+    source, layout = layer.sources[0], layer.layout
+    if not is_distributed(source) or layout.kind not in ("linear", "transposed"):
         return None, None
     mesh = source.device_mesh  # type: ignore[attr-defined]
     dims = [_same_batch(mesh, dim, processes) for dim in range(mesh.ndim)]
-    layout = layer.layout
     box = aligned(layout, extent_of(source, dims).box)
     sides = ((box[axis], layout.shape[axis]) for axis in layout.axes)
     outputs, inputs = (None if part == (0, size) else part for part, size in sides)
@@ -165,9 +157,9 @@ def _same_batch(mesh: object, dim: int, processes: ProcessGroup) -> bool:
 
 
 def placed(layer: Layer, holding: Holding, processes: ProcessGroup | None) -> Layer:
-    """Return the layer with its layout over the processes."""
+    """Return the layer with a note of its placement on the processes."""
     if processes is None:
         return layer
-    words = holding.extent.placement
-    words = f"Replicate on {processes.size}" if words == "local" else words
-    return replace(layer, info=replace(layer.info, placement=words))
+    placement = holding.extent.placement
+    placement = f"Replicate on {processes.size}" if placement == "local" else placement
+    return replace(layer, info=replace(layer.info, placement=placement))

@@ -20,12 +20,12 @@ class ProcessGroup:
     Attributes:
         rank: of this process.
         size: how many there are.
-        device: where the tensors are that it sums.
-        batches: rank -> number of the batch that process gets; tensor parallel processes share one.
+        device: of the tensors that are summed.
+        batches: rank -> number of the batch of that process; tensor parallel processes share one.
     """
 
     def __init__(self, device: torch.device, batch: int) -> None:
-        """``batch``: the number of the batch this process gets."""
+        """``batch``: the number of this process's batch."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = device
         self.batches: list[int] = self.gather(batch)
@@ -35,26 +35,26 @@ class ProcessGroup:
         dist.all_reduce(flat)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return a picklable value of every process, by rank; for the start, not for measured steps."""
+        """Return a picklable value of every process, by rank; too slow for measured steps."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def all_or_none(self, build: Callable[[], T]) -> T:
-        """Return what ``build`` returns, if it returns in every process.
+        """Return the result of ``build``, if it returns in every process.
 
         Raises:
-            ValueError: in every process, what the first one raised that did.
+            ValueError: in every process, if ``build`` has raised one in any.
         """
         result: T | None = None
-        mine: ValueError | None = None
+        error: ValueError | None = None
         try:
             result = build()
         except ValueError as raised:
-            mine = raised
-        errors = self.gather("" if mine is None else str(mine))
-        if mine is not None:
-            raise mine
+            error = raised
+        errors = self.gather("" if error is None else str(error))
+        if error is not None:
+            raise error
         for rank, text in enumerate(errors):
             if text:
                 raise ValueError(f"process {rank}: {text}")

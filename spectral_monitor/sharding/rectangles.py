@@ -15,7 +15,7 @@ from spectral_monitor.sharding.shard_region import Range, ShardRegion
 
 @dataclass(frozen=True)
 class Rectangle:
-    """The same part of ``count`` matrices that follow one another."""
+    """The same part of ``count`` consecutive matrices."""
 
     index: int  # of the first matrix: tap * blocks + block
     rows: Range  # of the matrix, fan_out
@@ -24,7 +24,7 @@ class Rectangle:
 
 
 def unfit(layout: Layout, extent: ShardRegion) -> str:
-    """Return why what is held cannot be seen as rectangles; empty if it can."""
+    """Return why an extent does not consist of rectangles; empty if it does."""
     if extent.whole or not extent.count:
         return ""
     if layout.kind == "conv_transposed" and layout.groups > 1:
@@ -39,7 +39,7 @@ def unfit(layout: Layout, extent: ShardRegion) -> str:
 
 
 def rectangles(layout: Layout, extent: ShardRegion) -> list[Rectangle]:
-    """Return what is held of each matrix, in a fixed order; nothing for those it misses."""
+    """Return the rectangles of the layer's matrices that an extent holds, in a fixed order."""
     if extent.whole:
         return [Rectangle(0, (0, layout.fan_out), (0, layout.fan_in), layout.taps * layout.blocks)]
     if not extent.count:
@@ -50,7 +50,7 @@ def rectangles(layout: Layout, extent: ShardRegion) -> list[Rectangle]:
 def contents(layout: Layout, extent: ShardRegion, local: Tensor) -> list[Tensor]:
     """Return the entries (count, rows, cols) of each of :func:`rectangles`, as views where possible.
 
-    Where blocks differ in size, the smaller ones of a whole parameter end in rows of zeros.
+    Where blocks of a whole parameter differ in size, the smaller ones are padded with rows of zeros.
     """
     if extent.whole:
         return [layout.stack(local.reshape(extent.shape)).flatten(0, 1)]
@@ -65,16 +65,15 @@ def contents(layout: Layout, extent: ShardRegion, local: Tensor) -> list[Tensor]
         local = filled
     box = aligned(layout, box)
     canonical = layout.canonical(local.reshape([stop - start for start, stop in box]))
-    found = []
+    parts = []
     for _, tap, group, segments in _cuts(layout, box):
-        outputs = canonical[tap, group]
-        parts = [outputs[start:stop] for start, stop in segments]
-        found.append((parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0))
-    return found
+        rows = [canonical[tap, group, start:stop] for start, stop in segments]
+        parts.append((rows[0] if len(rows) == 1 else torch.cat(rows)).unsqueeze(0))
+    return parts
 
 
 def _filled_box(extent: ShardRegion) -> tuple[Range, ...]:
-    """Return the box, or the slices along the first dimension that a stretch reaches into."""
+    """Return the box; of a stretch, the slices along the first dimension that it reaches into."""
     if extent.stretch is None:
         return extent.box
     slab = math.prod(extent.shape[1:])
@@ -88,7 +87,7 @@ def aligned(layout: Layout, box: tuple[Range, ...]) -> tuple[Range, ...]:
 
 
 def _cuts(layout: Layout, box: tuple[Range, ...]) -> Iterator[tuple[Rectangle, int, int, list[Range]]]:
-    """Yield every rectangle that is held, its tap and group in the canonical tensor, and the outputs it belongs to."""
+    """Yield every rectangle in the box, its tap and group in the canonical tensor, and its ranges of outputs."""
     kind, shape = layout.kind, layout.shape
     groups: Range = box[0] if kind.startswith("experts") else (0, 1)
     if kind == "vector":
@@ -113,14 +112,17 @@ def _cuts(layout: Layout, box: tuple[Range, ...]) -> Iterator[tuple[Rectangle, i
 
 
 def _held_rows(outputs: Range, offset: int, size: int, turn: int, repeats: int) -> tuple[Range, list[Range]]:
-    """Rows of a block that comes ``size`` outputs at a turn, and where they lie among the outputs that are held."""
-    held: list[tuple[int, int, int]] = []
+    """Return the rows of a block that are held, and their ranges among the held ``outputs``.
+
+    A block has ``size`` outputs in each of ``repeats`` turns, from ``offset``.
+    """
+    pieces: list[tuple[int, int, int]] = []  # first row, and the range among the held outputs
     for k in range(outputs[0] // turn, min(repeats, -(-outputs[1] // turn))):
         start = k * turn + offset
         first, last = max(start, outputs[0]), min(start + size, outputs[1])
         if last > first:
-            held.append((k * size + first - start, first - outputs[0], last - outputs[0]))
-    if not held:
+            pieces.append((k * size + first - start, first - outputs[0], last - outputs[0]))
+    if not pieces:
         return (0, 0), []
-    rows = (held[0][0], held[0][0] + sum(last - first for _, first, last in held))
-    return rows, [(first, last) for _, first, last in held]
+    rows = (pieces[0][0], pieces[0][0] + sum(last - first for _, first, last in pieces))
+    return rows, [(first, last) for _, first, last in pieces]

@@ -13,27 +13,27 @@ from torch import Tensor
 from spectral_monitor.state.dtensor import is_distributed
 
 Range = tuple[int, int]
-"""From the first up to, not including, the last."""
+"""From the first up to, but not including, the last."""
 
 
 @dataclass(frozen=True)
 class ShardRegion:
-    """A box in a parameter, or a stretch of its entries in row-major order."""
+    """A box in a parameter, or a stretch of its entries in row-major order, that a process holds."""
 
     shape: tuple[int, ...]  # of the whole parameter
     box: tuple[Range, ...]  # a range of each dimension
-    stretch: Range | None = None  # instead of the box, a range of entries; ``None`` where the box says it all
-    placement: str = "local"  # the same in words
-    spread: int = 1  # processes that hold it together
+    stretch: Range | None = None  # a range of entries that counts instead of the box
+    placement: str = "local"  # in words
+    spread: int = 1  # number of processes that the parameter is split over
 
     @cached_property
     def count(self) -> int:
-        """Entries that are held."""
+        """Number of entries."""
         return math.prod(stop - start for start, stop in (self.box if self.stretch is None else (self.stretch,)))
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal where two processes hold the same entries."""
+        """A key that is equal where two processes hold the same entries."""
         return self.box, self.stretch
 
     @cached_property
@@ -50,10 +50,10 @@ def whole_extent(shape: Sequence[int]) -> ShardRegion:
 def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> ShardRegion:
     """Return the local region of a tensor, or of a DTensor's global one.
 
-    ``dims``: which dimensions of its device mesh count; all by default.
+    ``dims``: whether each dimension of its device mesh counts; by default all do.
 
     Raises:
-        ValueError: the DTensor is placed in a way that is not known, such as ``Partial``.
+        ValueError: the DTensor has an unknown placement, such as ``Partial``.
     """
     shape = tuple(tensor.shape)
     if not is_distributed(tensor):
@@ -64,7 +64,7 @@ def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> ShardRegion
     if coordinate is None:
         raise ValueError(f"this process is not in the mesh it is placed on ({placement})")
     box = [(0, size) for size in shape]
-    # Where a dimension is split twice, FSDP has split what tensor parallelism, further right in the mesh, left of it.
+    # Where a dimension is split twice, tensor parallelism (further right in the mesh) comes first, then FSDP.
     order = sorted(range(len(placements)), key=lambda i: (type(placements[i]).__name__ == "_StridedShard", i))
     for i in order:
         if placements[i].is_replicate() or (dims is not None and not dims[i]):
@@ -77,14 +77,14 @@ def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> ShardRegion
         first = min(start + coordinate[i] * size, stop)
         box[dim] = (first, min(first + size, stop))
     spread = math.prod(mesh.size(i) for i in order if not placements[i].is_replicate())
-    found = ShardRegion(shape, tuple(box), None, placement, spread)
-    if dims is None and tensor._local_tensor.numel() != found.count:  # type: ignore[attr-defined]
+    region = ShardRegion(shape, tuple(box), None, placement, spread)
+    if dims is None and tensor._local_tensor.numel() != region.count:  # type: ignore[attr-defined]
         raise ValueError(f"placed as {placement}, but {tuple(tensor._local_tensor.shape)} of {shape} are here")  # type: ignore[attr-defined]
-    return found
+    return region
 
 
 def _words(mesh: Any, placements: Sequence[Any]) -> str:
-    """``"Shard(0)" on 4``, for the role table."""
+    """Return placements in words, such as ``Shard(0) on 4``, for the role table."""
     words = [
         "Replicate" if p.is_replicate() else f"Shard({p.dim})" if hasattr(p, "dim") else str(p) for p in placements
     ]

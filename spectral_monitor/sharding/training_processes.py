@@ -1,4 +1,4 @@
-"""The processes of a loop that nobody but its user knows: who trains together, who shares a batch, who wraps whom."""
+"""The processes of a loop that the user has written: which train together, and which share a batch."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ SHARED = (
 MAX_NAMES = 3
 """Layers that a refusal names."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of a number -> an integer type as long."""
+"""Bytes of a number -> the integer type of that size."""
 
 
 def refuse_several(what: str) -> None:
-    """Raise where several processes train together.
-
-    Raises:
-        ValueError: naming ``what`` is for one process.
-    """
+    """Raise ValueError where several processes train together; ``what``: the function that is for a single one."""
     if _count() > 1:
         raise ValueError(f"{what} is for one process, not {_count()}: call it before torch.distributed is initialized")
 
 
 def mean_over_processes(loss: Tensor) -> float:
-    """Return the mean of a scalar over all processes, the same in each; that of this process where it is alone."""
+    """Return the mean of a scalar over all processes, the same in each."""
     if _count() == 1:
         return loss.item()
     total = loss.detach().to(torch.float64, copy=True)
@@ -43,26 +39,26 @@ def mean_over_processes(loss: Tensor) -> float:
 
 
 def training_processes(model: nn.Module, data_parallel_rank: int | None) -> ProcessGroup | None:
-    """Return the processes that train a model together, ``None`` if there is one; to be called in all of them.
+    """Return the processes that train a model together, ``None`` if there is one; call it in all of them.
 
     Args:
         model: as it is called in training, wrapped and sharded.
         data_parallel_rank: the number of the batch that this process gets; by default each process gets its own.
 
     Raises:
-        ValueError: in every process: the number is none in one of them, or it was not given where it has to be.
+        ValueError: in every process, if the number is invalid in one of them, or missing where it is needed.
     """
     if _count() == 1:
         return None
-    given = dist.get_rank() if data_parallel_rank is None else data_parallel_rank
-    fits = isinstance(given, int) and not isinstance(given, bool) and 0 <= given < _count()
+    batch = dist.get_rank() if data_parallel_rank is None else data_parallel_rank
+    valid = isinstance(batch, int) and not isinstance(batch, bool) and 0 <= batch < _count()
     device = next((local_part(p).device for p in model.parameters()), torch.device("cpu"))
-    processes = ProcessGroup(device, given if fits else 0)
+    processes = ProcessGroup(device, batch if valid else 0)
 
     def check() -> None:
-        """Raise ValueError where the rank does not fit, or cannot be told."""
-        if not fits:
-            raise ValueError(f"data_parallel_rank must be an integer from 0 to {_count() - 1}, got {given!r}")
+        """Raise ValueError where the number is invalid, or missing."""
+        if not valid:
+            raise ValueError(f"data_parallel_rank must be an integer from 0 to {_count() - 1}, got {batch!r}")
         if data_parallel_rank is None and (name := _ambiguous(model)):
             raise ValueError(f"{name} is sharded by more than FSDP, so that {SHARED}")
 
@@ -71,56 +67,56 @@ def training_processes(model: nn.Module, data_parallel_rank: int | None) -> Proc
 
 
 def check_settings(settings: Mapping[str, object], processes: ProcessGroup) -> None:
-    """Compare what the monitor was told in every process; a collective.
+    """Compare the settings of all processes; a collective.
 
     Raises:
         ValueError: naming an option that differs.
     """
-    told = {key: repr(value) for key, value in settings.items()}
-    told = {key: text for key, text in told.items() if " at 0x" not in text}  # functions have addresses
-    first, *others = processes.gather(told)
-    for rank, theirs in enumerate(others, 1):
-        for key in (key for key in first if theirs.get(key) != first[key]):
+    texts = {key: repr(value) for key, value in settings.items()}
+    texts = {key: text for key, text in texts.items() if " at 0x" not in text}  # functions have addresses
+    first, *others = processes.gather(texts)
+    for rank, other in enumerate(others, 1):
+        for key in (key for key in first if other.get(key) != first[key]):
             raise ValueError(
-                f"{key} is {theirs.get(key)} in process {rank} and {first[key]} in process 0: all processes measure "
+                f"{key} is {other.get(key)} in process {rank} and {first[key]} in process 0: all processes measure "
                 "the same steps together, so give them the same options"
             )
 
 
-def check_alike(held: Iterable[tuple[str, Sequence[Tensor]]], processes: ProcessGroup) -> None:
-    """Compare weights that every process holds whole, by exact sums of their bits; a collective.
+def check_same_weights(layers: Iterable[tuple[str, Sequence[Tensor]]], processes: ProcessGroup) -> None:
+    """Compare weights that every process holds in full, by exact sums of their bits; a collective.
 
-    ``held``: names of layers and their parameters.
+    ``layers``: their names and parameters.
 
     Raises:
         ValueError: naming a layer whose weights differ, and what to do.
     """
-    mine = {name: sum(_bits(local_part(p)) for p in parameters) for name, parameters in held}
-    first, *others = processes.gather(mine)
-    for rank, theirs in enumerate(others, 1):
-        if other := [name for name, bits in theirs.items() if first.get(name) != bits]:
+    local = {name: sum(_bits(local_part(p)) for p in parameters) for name, parameters in layers}
+    first, *others = processes.gather(local)
+    for rank, other in enumerate(others, 1):
+        if names := [name for name, bits in other.items() if first.get(name) != bits]:
             raise ValueError(
-                f"process {rank} holds other weights of {joined(other, MAX_NAMES)} than process 0: make the probe when "
+                f"process {rank} holds other weights of {joined(names, MAX_NAMES)} than process 0: make the probe when "
                 "the model is wrapped (DistributedDataParallel sends the weights of process 0 to all); what each "
                 "process has of its own is to be left out, with exclude=[...]"
             )
 
 
 def _bits(part: Tensor) -> int:
-    """Return the sum of a tensor's numbers read as integers, which does not depend on the order."""
+    """Return the sum of a tensor's numbers, read as integers, so that it does not depend on the order."""
     return int(part.view(_INTEGERS[part.element_size()]).sum())
 
 
-def fsdp1_wrapper(model: nn.Module, inside: nn.Module) -> nn.Module | None:
+def fsdp1_wrapper(model: nn.Module, module: nn.Module) -> nn.Module | None:
     """Return the ``FullyShardedDataParallel`` of a module, through which it is called; ``None`` if there is none."""
     wrappers = instances(model, "FullyShardedDataParallel")
-    return next((wrapper for _, wrapper in wrappers if wrapper.module is inside), None)
+    return next((wrapper for _, wrapper in wrappers if wrapper.module is module), None)
 
 
 def _ambiguous(model: nn.Module) -> str:
-    """Return a parameter whose layout is more than that of FSDP2 alone, plain or hybrid; empty if there is none.
+    """Return the name of a parameter that is sharded by more than FSDP2; empty if there is none.
 
-    FSDP shards along the last dimension of its mesh and replicates along those before it. Further dimensions belong to
+    FSDP shards along the last dimension of its mesh and replicates along those before it. Other placements belong to
     tensor or expert parallelism, and so do shards of modules that FSDP does not manage.
     """
     managed = {id(p) for _, module in instances(model, "FSDPModule") for p in module.parameters()}

@@ -32,7 +32,7 @@ def test_a_round_is_its_seed_and_nothing_is_missed():
 
 
 def test_a_certificate_that_promises_nothing_is_found_out(monkeypatch):
-    monkeypatch.setattr(estimate_module, "DOUBT", 1e6)
+    monkeypatch.setattr(estimate_module, "MAX_MISS_PROBABILITY", 1e6)
     assert sum(len(row["missed"]) for row in one_round(3)) > certificate.PER_ROUND / 5
 
 

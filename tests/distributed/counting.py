@@ -112,7 +112,7 @@ def spaces_noted(counter: Counter) -> Iterator[list[KrylovSpace]]:
 
 def sums(space: KrylovSpace) -> int:
     """It asks for one sum a step where one side of its matrices is split, for two where it has to, else for none."""
-    return space.steps * (2 if space.across else int(space.split))
+    return space.steps * (2 if space.columns_split else int(space.split))
 
 
 class Watch(pl.Callback):

@@ -280,7 +280,7 @@ def test_what_is_not_measured_any_more_is_not_made_up_for():
 
 def test_several_processes_decide_alike_by_the_clock_of_the_first(clock):
     """One measured step later than a process alone, for at a measured step the one before is known."""
-    first, second = Budget(0.01, several=True), Budget(0.01, several=True)
+    first, second = Budget(0.01, distributed=True), Budget(0.01, distributed=True)
     clocks = [Clock(), Clock(7.0)]
     measured = []
     for step in range(1, 400):

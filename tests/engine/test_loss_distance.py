@@ -166,7 +166,7 @@ def test_what_the_loss_was_multiplied_by_or_divided_by_is_taken_out(scale, accum
     layer = replace(layer, info=replace(layer.info, role="readout"))
     b = 3.0 * scale / accumulated  # of each row
     raw = {0: {"b.fro": [b * math.sqrt(5)], "b.rows": [5.0], "h.rows": [10.0], "h.size": [30.0]}}
-    facts = StepContext({}, set(), set(), called={0}, graded={0}, loss_scale=scale, accumulated=accumulated)
+    facts = StepContext({}, set(), set(), called={0}, with_gradients={0}, loss_scale=scale, accumulated=accumulated)
     value, why = loss_distance(60.0, [layer], raw, facts)
     assert not why
     assert value == pytest.approx(60 / (math.sqrt(10 * 9) * math.sqrt(30)))

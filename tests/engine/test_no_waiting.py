@@ -18,7 +18,7 @@ from spectral_monitor import SpectralProbe
 from spectral_monitor.engine import Engine
 
 WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
-LOOKS = {"projected", "_without"}
+LOOKS = {"projected", "_failing_stacks"}
 """Functions that decide whether a norm is good enough, or whether a matrix has to be scaled."""
 ON_HOST = {"_lanczos", "_decided", "_unpacked", "balance_ratios", "relative_errors", "known_errors"}
 """Functions that ask tensors of the host."""

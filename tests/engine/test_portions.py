@@ -101,17 +101,17 @@ def test_half_precision_is_converted_before_it_is_measured(in_place):
     before = torch.stack([part.weight.detach().float() for part in model])
     stack = stacks.MatrixBatch(members, Here())
     stack.load(host=in_place)
-    W = stack.here()
-    away = W.away() if in_place else W
+    W = stack.to_device()
+    away = W.to_host() if in_place else W
     with torch.no_grad():
         for part in model:
             part.weight.add_(1.0)
     dW = W.change(in_place=in_place)
     now = torch.stack([part.weight.detach().float() for part in model])
     slot = torch.empty(1000, dtype=torch.uint8)
-    for found, expected in ((away.here(slot) if in_place else away, before), (dW, now - before)):
+    for found, expected in ((away.to_device(slot) if in_place else away, before), (dW, now - before)):
         (part,) = found.pieces.parts
         assert part.A.dtype == torch.float32
         assert torch.equal(part.A, expected)
     assert (dW.buffers[0].data_ptr() == W.buffers[0].data_ptr()) == in_place
-    assert torch.equal(dW.now(in_place=in_place).pieces.parts[0].A, now)
+    assert torch.equal(dW.current(in_place=in_place).pieces.parts[0].A, now)

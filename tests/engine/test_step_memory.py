@@ -11,7 +11,7 @@ from torch import nn
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.engine import Settings
 from spectral_monitor.engine.weights import matrix_batches as stacks
-from spectral_monitor.engine.weights.gradients import contribution_here
+from spectral_monitor.engine.weights.gradients import local_contribution
 from spectral_monitor.functional.feature_speed import inner
 from spectral_monitor.quantities import TIERS
 from spectral_monitor.state import buffers as copies
@@ -160,7 +160,7 @@ def test_the_update_of_what_is_not_measured_is_made_a_few_rows_at_a_time():
     weight.grad = torch.randn_like(weight)
     old = torch.randn_like(weight).detach()
     with Storages() as storages:
-        found = contribution_here(weight, old)
+        found = local_contribution(weight, old)
     terms = weight.grad.double() * (weight.detach().double() - old.double())
     assert abs(found.item() + terms.sum().item()) < 1e-5 * terms.abs().sum().item()
     assert storages.peak["cpu"] < weight.nbytes

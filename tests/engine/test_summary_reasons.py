@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from spectral_monitor.engine.results.summary import WITHOUT
+from spectral_monitor.engine.results.summary import DEFAULT_REASONS
 from tests.one_step import after_one_step
 
 
@@ -53,7 +53,7 @@ def test_whatever_is_missing_has_a_reason(make, x, quantities):
 
 def test_reasons_are_those_of_the_network():
     missing = reasons(Embeddings, torch.tensor([[1, 2], [3, 4]]))
-    assert missing["equilibrium_steps"] == WITHOUT["equilibrium_steps"]
+    assert missing["equilibrium_steps"] == DEFAULT_REASONS["equilibrium_steps"]
     assert missing["linearity"] == "no readout is measured"
     assert missing["property_fl"].startswith("it takes a single readout")
 

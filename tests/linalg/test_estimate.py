@@ -359,7 +359,7 @@ def test_doubt_bounds_how_often_a_direction_stays_hidden():
     fro = torch.linalg.vector_norm(A, dim=(1, 2)).double()
     for _ in range(8):
         step(space)
-        doubt, sigma = space.doubt(space.projected(), 0.01)
+        doubt, sigma = space.miss_probability(space.projected(), 0.01)
         missed = 1.01 * sigma * fro < 1.05
         for p in (0.3, 0.1, 0.03, 0.01):
             certain = doubt <= p

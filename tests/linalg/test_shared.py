@@ -363,14 +363,14 @@ def test_only_the_first_process_decides(monkeypatch, shape, how, lie):
     """What others see may differ by rounding; here they never see the end, or always."""
     A = gaussian(*shape)
     honest, room = measured([A], how, 4)
-    sizes, true = room.sizes, lanczos.KrylovSpace.doubt
+    sizes, true = room.sizes, lanczos.KrylovSpace.miss_probability
 
     def doubt(self, T, tol):
         found, sigma = true(self, T, tol)
         return (found if threading.current_thread() is first[0] else torch.full_like(found, lie)), sigma
 
     first = []
-    monkeypatch.setattr(lanczos.KrylovSpace, "doubt", doubt)
+    monkeypatch.setattr(lanczos.KrylovSpace, "miss_probability", doubt)
     room = Room(4, patience=10)
 
     def job(member):
@@ -388,14 +388,14 @@ def test_only_the_first_process_decides(monkeypatch, shape, how, lie):
 @pytest.mark.parametrize(("lie", "steps"), [(0.0, 3), (1.0, 32)])
 def test_what_the_first_process_sees_counts(monkeypatch, lie, steps):
     A = gaussian(2, 300, 200)
-    true = lanczos.KrylovSpace.doubt
+    true = lanczos.KrylovSpace.miss_probability
     room = Room(3, patience=10)
 
     def doubt(self, T, tol):
         found, sigma = true(self, T, tol)
         return (torch.full_like(found, lie) if room.rank == 0 else found), sigma
 
-    monkeypatch.setattr(lanczos.KrylovSpace, "doubt", doubt)
+    monkeypatch.setattr(lanczos.KrylovSpace, "miss_probability", doubt)
     results = room.run(lambda member: run(spectral_estimates([cut(A, "rows", member)], 0.01), member)[0])
     assert [found.passes for found in results] == [1 + 2 * steps] * 3
     assert len(room.sizes) == 1 + steps

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from spectral_monitor.linalg.collectives import reduce_table, run_local
-from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM, KrylovSpace, orthonormal
+from spectral_monitor.linalg.lanczos import BLOCK, CAPACITY_INCREMENT, INITIAL_CAPACITY, KrylovSpace, orthonormal, ritz
 from spectral_monitor.linalg.scaling import frobenius, tame
 from spectral_monitor.linalg.sharded_stack import Shard, ShardedStack
 from spectral_monitor.linalg.spectral_norms import (
-    PADDED,
+    MAX_PADDING,
     SMALL,
     _bases,
-    _look,
-    _ritz,
+    _check,
     spectral_estimate,
     spectral_estimates,
 )
@@ -63,19 +62,19 @@ def test_a_basis_that_outgrows_its_room_goes_on(least):
     U, V = (torch.linalg.qr(drawn(1, 400, 400, seed)).Q for seed in (0, 1))
     A = U * torch.linspace(1, least, 400).double() @ V
     (found,) = run_local(spectral_estimates([ShardedStack.whole(A)], 1e-4))
-    assert found.passes > 2 * ROOM + 1
+    assert found.passes > 2 * INITIAL_CAPACITY + 1
     assert float(found.sigma) == pytest.approx(1, rel=1e-4)
 
 
 def test_a_basis_takes_no_more_memory_than_is_counted_on():
-    """Batches of matrices are made by it: of ROOM steps at first, and MORE_ROOM where those are not enough."""
+    """Batches of matrices are made by it: of INITIAL_CAPACITY steps at first, then CAPACITY_INCREMENT more."""
     A = drawn(1, 200, 200)
     space = KrylovSpace([ShardedStack.whole(A)], A.norm(dim=(1, 2)), 40)
-    rows = []
-    for _ in range(ROOM + MORE_ROOM + 1):
+    rows, first, more = [], INITIAL_CAPACITY, CAPACITY_INCREMENT
+    for _ in range(first + more + 1):
         run_local(space.step(A.new_zeros(0)))
         rows.append(space.V.shape[1] // BLOCK)
-    assert rows == [ROOM + 1] * ROOM + [ROOM + MORE_ROOM + 1] * MORE_ROOM + [ROOM + 2 * MORE_ROOM + 1]
+    assert rows == [first + 1] * first + [first + more + 1] * more + [first + 2 * more + 1]
 
 
 def test_what_is_left_of_a_stack_is_as_many_as_its_matrices_have_rows():
@@ -147,8 +146,8 @@ def test_what_is_undecided_is_multiplied_in_as_few_runs_as_can_be(seed):
         runs = stretches([7, 1, 6], left)
         assert len(space.runs) == len(runs)
         for run, (place, stack, first, last) in zip(space.runs, runs, strict=True):
-            assert run.at.start == space.undecided[place]
-            assert run.at.stop - run.at.start == last - first + 1
+            assert run.span.start == space.undecided[place]
+            assert run.span.stop - run.span.start == last - first + 1
             assert torch.equal(run.A.parts[0].A, stacks[stack][first : last + 1])
         count = int(torch.randint(1, 4, (), generator=generator))
         gone = torch.randperm(len(left), generator=generator)[:count].tolist()
@@ -196,7 +195,7 @@ def test_doubt_is_the_probability_of_a_start_that_hides_a_larger_value(tol):
     space = KrylovSpace([ShardedStack.whole(A), ShardedStack.whole(wide)], fro, 6)
     for _ in range(6):
         run_local(space.step(torch.empty(0)))
-        bound, sigma = space.doubt(space.projected(), tol)
+        bound, sigma = space.miss_probability(space.projected(), tol)
         end = BLOCK * space.steps
         for place, (B, n) in enumerate([(A[0], 100), (A[1], 100), (wide[0], 140)]):
             V = space.V[place, : end + BLOCK, :n].numpy()
@@ -269,7 +268,7 @@ def test_errors_and_what_is_unseen_are_those_of_the_leading_triplet():
     space = KrylovSpace([ShardedStack.whole(A)], fro, 5)
     for _ in range(5):
         run_local(space.step(torch.empty(0)))
-    found = _ritz(_look(space, 0.01)._replace(done=torch.ones(3, dtype=torch.bool)))
+    found = ritz(_check(space, 0.01).T)
     for k, (B, V) in enumerate(zip((A / fro[:, None, None]).numpy(), space.V[:, :-BLOCK].numpy(), strict=True)):
         w = V.T @ np.linalg.eigh(V @ B.T @ B @ V.T)[1][:, -1]
         sigma = np.linalg.norm(B @ w)
@@ -313,11 +312,11 @@ def test_bases_are_padded_to_at_most_twice_their_entries():
     assert [n for some in widths for n in some] == sorted((n for _, n in shapes), reverse=True)
     for basis, some in zip(bases, widths, strict=True):
         entries = sum(shapes[k][0] * shapes[k][1] for k in basis)
-        assert sum(shapes[k][0] for k in basis) * some[0] <= PADDED * entries
+        assert sum(shapes[k][0] for k in basis) * some[0] <= MAX_PADDING * entries
     for one, following in itertools.pairwise(bases):  # a basis ends only where the next stack is too much
         some = [*one, next(iter(following))]
         entries = sum(shapes[k][0] * shapes[k][1] for k in some)
-        assert sum(shapes[k][0] for k in some) * max(shapes[k][1] for k in some) > PADDED * entries
+        assert sum(shapes[k][0] for k in some) * max(shapes[k][1] for k in some) > MAX_PADDING * entries
 
 
 @pytest.mark.parametrize("order", [1, 2, float("inf")])

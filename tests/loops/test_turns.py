@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spectral_monitor import SpectralMonitor, SpectralProbe
 from spectral_monitor.engine import CLEARED, TURN, Engine, still_due
 from spectral_monitor.engine.overhead_budget import Budget
-from spectral_monitor.engine.schedule import PATIENCE
+from spectral_monitor.engine.schedule import MAX_WAIT_STEPS
 from spectral_monitor.measurement import HEALTHY, NOT_STEPPED
 from spectral_monitor.reporting.content.headline import headline
 
@@ -118,8 +118,8 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     found = measured(run(100, 3 * 100, turn=10**6))
     assert found == [(100, "critic"), (200, "critic"), (300, "critic")]
-    assert sum(TURN in keys for keys in watched) == PATIENCE
-    assert len(watched) == PATIENCE + 3
+    assert sum(TURN in keys for keys in watched) == MAX_WAIT_STEPS
+    assert len(watched) == MAX_WAIT_STEPS + 3
 
 
 def test_an_absent_one_is_waited_for_again_once_it_was_seen() -> None:
@@ -164,7 +164,7 @@ def test_a_turn_waits_until_the_budget_affords_it(monkeypatch: pytest.MonkeyPatc
     for step in (1, 2, 3, 200):
         budget.begin(step)
         budget.measured(step, 1e-9)
-    monkeypatch.setattr(Budget, "_apart", 40.0)
+    monkeypatch.setattr(Budget, "_spacing", 40.0)
     assert not budget.affords(239)
     assert budget.affords(240)
 

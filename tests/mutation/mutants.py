@@ -17,7 +17,7 @@ Place = tuple[int, int]
 """Line and column."""
 SPEED = frozenset({"cache", "lru_cache", "no_grad", "cached_property", "runtime_checkable"})
 """Decorators without which the same numbers are found, if slower."""
-PORTIONS = frozenset({"CHUNK", "DEVICE_CHUNK", "_CHUNK", "_COPIED", "_SHORT", "ROOM", "MORE_ROOM"})
+PORTIONS = frozenset({"CHUNK", "DEVICE_CHUNK", "_CHUNK", "_COPIED", "_SHORT", "INITIAL_CAPACITY", "CAPACITY_INCREMENT"})
 """How much is computed, or made room for, at a time: tests compute the same one entry at a time, and at once."""
 
 

@@ -195,7 +195,7 @@ class FeatureWatch:
     def explain(self, reports: RankReports) -> None:
         """Note among the facts which features were not seen, or of some samples only."""
         capture, facts = self.capture, self._facts
-        facts.unseen = self.replays.unobserved or (MOVED if any(step.moved for step in reports.steps) else "")
+        facts.unobserved = self.replays.unobserved or (MOVED if any(step.moved for step in reports.steps) else "")
         facts.shared = capture.shared
         facts.sampled = bool(capture.looked_at)
         facts.halved = capture.halved and capture.looked is None and self._requested.replay_samples is not None

@@ -1,4 +1,4 @@
-"""Numbers from the device to the host: many small tensors, one copy."""
+"""Raw scalars on their way from the device to the host: many small tensors, one copy."""
 
 from __future__ import annotations
 
@@ -12,81 +12,80 @@ from torch import Tensor
 from spectral_monitor.quantities.readings import Values
 
 NETWORK = -1
-"""Stands for a layer's index where a value is of the whole network."""
+"""The layer index of values of the whole network."""
 
 LOSS = "loss"
-"""Name of the loss that the backward pass began with."""
+"""Name of the loss with which the backward pass began."""
 LOSS_CHANGE = "loss.change"
-"""Name of the loss after the step less that before it, and of that before it."""
+"""Name of a pair: the loss after the step less that before it, and the loss before it."""
 
 REUSED = "g.reused"
-"""Begins the names of what is known of gradients that a step uses again: 1, 0, or NaN."""
+"""Prefix of the names of values that say whether a step used gradients again: 1, 0, or NaN."""
 
-MANY = 64
-"""Values beyond which they are kept as a tensor: of a depthwise convolution there are thousands."""
+MAX_LIST = 64
+"""Values that are kept as a list; more, such as the thousands of a depthwise convolution, stay a tensor."""
 
 Raw = dict[int, dict[str, Values]]
 """Layer index -> name -> values."""
 
 
 class RawScalars:
-    """A bag of small named tensors, and of parts of them."""
+    """Named values of layers, each in a small tensor or a part of one."""
 
     def __init__(self) -> None:
         self._items: dict[tuple[int, str], tuple[Tensor, slice]] = {}
-        self._known: dict[tuple[int, str], float] = {}
+        self._numbers: dict[tuple[int, str], float] = {}
 
     def put(self, layer: int, name: str, value: Tensor) -> None:
         """Add or replace a value of any shape."""
         self._items[(layer, name)] = value.detach().reshape(-1), slice(value.numel())
 
     def put_each(self, name: str, spans: Mapping[int, slice], values: Tensor) -> None:
-        """Add or replace a value of each of some layers, which are parts of one flat tensor.
+        """Add or replace a value for each of several layers, which are parts of one flat tensor.
 
-        With the tensors of every layer by themselves, to make them and to put them together would take longer than
-        what they are the result of.
+        Making a tensor for each layer, and concatenating them, would take longer than computing the values.
         """
         values = values.detach()
         self._items.update({(layer, name): (values, span) for layer, span in spans.items()})
 
     def note(self, layer: int, name: str, number: float) -> None:
-        """Add or replace a number that the host knows."""
-        self._known[(layer, name)] = number
+        """Add or replace a number that is on the host."""
+        self._numbers[(layer, name)] = number
 
     def get(self, layer: int, name: str) -> Tensor:
-        """Return a value that was put before, flat, still on its device."""
+        """Return a value, flat, still on its device."""
         values, span = self._items[(layer, name)]
         return values[span]
 
     def fetch(self) -> Raw:
-        """Return everything as numbers: one copy from each device, which waits for what is queued there."""
+        """Return all values on the host, with one copy from each device, which waits for its queued work."""
         groups: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
         for values, _ in self._items.values():
             groups[values.device][values.dtype][id(values)] = values
         arrays: dict[int, np.ndarray] = {}
         for dtypes in groups.values():
-            # All as float64, which holds the others.
+            # float64 holds all other dtypes exactly.
             flat = torch.cat([torch.cat(list(same.values())).double() for same in dtypes.values()]).cpu()
             arrays.update(_unpacked(flat, [values for same in dtypes.values() for values in same.values()]))
         raw: Raw = defaultdict(dict)
         for (layer, name), (values, span) in self._items.items():
             part = arrays[id(values)][span]
-            raw[layer][name] = torch.from_numpy(part) if len(part) > MANY else part.tolist()
-        for (layer, name), number in self._known.items():
+            raw[layer][name] = torch.from_numpy(part) if len(part) > MAX_LIST else part.tolist()
+        for (layer, name), number in self._numbers.items():
             raw[layer][name] = [number]
         return dict(raw)
 
 
 def _unpacked(flat: Tensor, tensors: Sequence[Tensor]) -> dict[int, np.ndarray]:
-    """Return by ``id`` what tensors hold, whose entries lie one after the other on the host."""
+    """Return the values of tensors by ``id``, from a copy of all their entries on the host."""
     array, end = flat.numpy(), 0
-    found = {}
+    arrays = {}
     for values in tensors:
-        found[id(values)] = array[end : end + len(values)]
+        arrays[id(values)] = array[end : end + len(values)]
         end += len(values)
-    return found
+    return arrays
 
 
 def one_each(layers: Iterable[int]) -> dict[int, slice]:
-    """Return where each of some layers has its one entry, in their order."""
+    """Return the spans of layers with one entry each, in their order."""
     return {i: slice(k, k + 1) for k, i in enumerate(layers)}

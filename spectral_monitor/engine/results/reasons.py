@@ -1,4 +1,4 @@
-"""The row of one layer: every quantity, and for each that cannot be had the reason why."""
+"""The row of one layer: the value of every quantity, or the reason why it is missing."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ CLIPPED = "gradients were clipped entry by entry, or are other gradients now: wh
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 CHANGE_MARGIN = 2.0
-"""Times its rounding that a change must be. Its size is then off by half the square of rounding over change, and
+"""Least ratio of a change to its rounding. Its size is then off by half the square of rounding over change, and
 roundings are spread over a third of their bound. Angles need more: see ``Quantity.margin``.
 """
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
-"""Size of what a measurement can hold; below, digits are lost and then all of it."""
+"""Range of the sizes that a measurement can hold; smaller values lose digits or become 0."""
 DRIFTS = ("feature_drift", "kernel_drift")
-"""Changes since the start, relative to what was there."""
+"""Changes since the start, relative to the start."""
 OVER_OUTPUTS = PARTS | {"feature_change_local"}
-"""Quantities that are read off inputs, but relative to outputs."""
+"""Quantities that are computed from inputs, but relative to outputs."""
 OF_READOUTS = frozenset({"log_z", "readout_row", "output_drift_features", "output_drift_readout", "output_drift_joint"})
 """Quantities of output layers alone."""
 ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
@@ -50,57 +50,48 @@ ATTENTION = frozenset(entry.key for entry in attention.ENTRIES)
 
 @dataclass
 class StepContext:
-    """Facts about one step on the host, filled in as they become known: those of this process, then those of all."""
+    """Facts about one step: first those of this process, then those that all processes agree on."""
 
-    lr: dict[int, float] = field(default_factory=dict)  # layer index -> learning rate, for layers some optimizer owns
-    stepped: set[int] = field(default_factory=set)  # layers whose optimizer made its step
+    lr: dict[int, float] = field(default_factory=dict)  # layer index -> learning rate, for optimized layers
+    stepped: set[int] = field(default_factory=set)  # layers whose optimizer has stepped
     unused: set[int] = field(default_factory=set)  # layers without a gradient
-    divided: set[int] = field(default_factory=set)  # layers whose parameters are stepped by several optimizers
+    divided: set[int] = field(default_factory=set)  # layers whose parameters several optimizers step
     called: set[int] = field(default_factory=set)  # layers that were called in the forward
-    hidden: Mapping[int, str] = field(default_factory=dict)  # layer index -> why features of its calls cannot be seen
-    fed: set[int] = field(default_factory=set)  # layers whose inputs are available
-    lasted: set[int] = field(default_factory=set)  # layers whose outputs are available
-    graded: set[int] = field(default_factory=set)  # layers whose every output received its gradient once
+    hidden: Mapping[int, str] = field(default_factory=dict)  # layer index -> why its features cannot be observed
+    with_inputs: set[int] = field(default_factory=set)  # layers whose inputs are available
+    with_outputs: set[int] = field(default_factory=set)  # layers whose outputs are available
+    with_gradients: set[int] = field(default_factory=set)  # layers whose every output received its gradient once
     eps: dict[int, float] = field(default_factory=dict)  # layer index -> rounding of its outputs
     replayed: set[int] = field(default_factory=set)  # layers whose outputs after the step are known
-    # layers whose outputs were computed again, but none of the rows that are compared
-    unchosen: set[int] = field(default_factory=set)
-    # layer index -> why steps of the optimizer that has it cannot be seen; empty if they can
-    held: Mapping[int, str] = field(default_factory=dict)
-    unseen: str = ""  # why calls of layers were not, or of no use; empty if they were
+    unchosen: set[int] = field(default_factory=set)  # replayed layers without any of the rows that are compared
+    # optimized layer's index -> why steps of its optimizer cannot be observed; empty if they can
+    optimized: Mapping[int, str] = field(default_factory=dict)
+    unobserved: str = ""  # why calls of layers were not observed, or are of no use; empty if they were
     sampled: bool = False  # whether features are of some samples only, which were run beside the step
-    # whether features are those of autocast, though a forward beside the step could be in full precision
-    halved: bool = False
-    # layers whose outputs all samples have in common, where only some samples were run
-    shared: set[int] = field(default_factory=set)
-    no_replay: str = ""  # why none are; empty if they should be
+    halved: bool = False  # whether features are those of autocast, though a replay could have full precision
+    shared: set[int] = field(default_factory=set)  # layers with one output for all samples, of which some were run
+    no_replay: str = ""  # why no layer was replayed; empty if layers should have been
     no_drift: str = ""  # why ``feature_drift`` is missing; empty if it should not be
-    closures: int = 0  # how often the closure ran, if more than once
-    replaced: set[int] = field(default_factory=set)  # layers whose weight has become another one since training began
+    closures: int = 0  # the number of times the closure ran
+    replaced: set[int] = field(default_factory=set)  # layers whose weight was replaced since training began
     rewritten: bool = False  # whether an optimizer overwrote gradients
     clipped: bool = False  # whether gradients were clipped otherwise than by a factor
-    accumulated: int = 1  # what the loss was divided by before the backward pass
-    loss_scale: float = 1.0  # what it was multiplied by
-    loss_parts: int = 1  # of how many losses like the model's that of the step is the sum; 1 if it is their mean
-    # why the loss after the step is not known, where it was asked for by itself, which is that of all micro-batches;
-    # ``None`` if it was not
-    no_loss: str | None = None
-    loss_eps: float | None = None  # rounding of that loss, if it was
-    # layer index -> what a correction multiplied the learning rate with
-    multipliers: Mapping[int, float] = field(default_factory=dict)
-    # layer index -> weight decay, for layers some optimizer owns and whose weight is a parameter
-    decay: dict[int, WeightDecay] = field(default_factory=dict)
-    # layer index -> what must be known of the values of the attention block reported there, by quantity
-    attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    # whether the loss is given what is no input for it; ``None`` where it was not seen
-    unfit_loss_input: bool | None = None
-    modes: Mapping[str, float] = field(default_factory=dict)  # values of the whole network that modules' modes have
-    # (quantity or what it needs, layer index or NETWORK for all of them) -> why it is missing
+    accumulated: int = 1  # the divisor of the loss before the backward pass
+    loss_scale: float = 1.0  # the factor on the loss before the backward pass
+    loss_parts: int = 1  # number of losses of the model whose sum is that of the step; 1 if it is their mean
+    no_loss: str | None = None  # why the loss of the whole batch after the step is not known; ``None``: not requested
+    loss_eps: float | None = None  # rounding of that loss, if it was requested
+    multipliers: Mapping[int, float] = field(default_factory=dict)  # layer index -> factor of a correction on its rate
+    decay: dict[int, WeightDecay] = field(default_factory=dict)  # of optimized layers whose weight is a parameter
+    attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # layer index -> quantity -> remark
+    unfit_loss_input: bool | None = None  # whether the loss gets an unfit input; ``None`` if the loss was not seen
+    modes: Mapping[str, float] = field(default_factory=dict)  # values of the whole network about modules' modes
+    # (quantity or need, layer index or NETWORK for all layers) -> why it is missing
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
 def readings_of(i: int, layer: Layer, raw: Raw, facts: StepContext) -> Readings:
-    """Return the numbers of one layer, and the settings of its optimizer."""
+    """Return the raw scalars of one layer, and the settings of its optimizer."""
     decay = facts.decay.get(i, NO_DECAY)
     settings = {
         "lr": facts.lr.get(i, math.nan),
@@ -114,8 +105,9 @@ def readings_of(i: int, layer: Layer, raw: Raw, facts: StepContext) -> Readings:
 def layer_row(
     i: int, layer: Layer, keys: Sequence[str], readings: Readings, facts: StepContext
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Return quantity -> value and, for every value that is NaN, quantity -> reason; also for a contribution of exactly
-    0 that is not for want of a gradient, and for what is a bound.
+    """Return quantity -> value and, for every value that is NaN, quantity -> reason.
+
+    Some other values have remarks there: a contribution of exactly 0 despite a gradient, and bounds.
     """
     row, reasons = {}, {}
     for key in keys:
@@ -135,22 +127,24 @@ def layer_row(
 
 def _value(key: str, readings: Readings, facts: StepContext) -> float:
     value = QUANTITIES[key].value(readings)
-    # b was the gradient of the divided and scaled loss.
+    # Gradients are those of the divided and scaled loss.
     if key == "backward_rms":
         return value * facts.accumulated / facts.loss_scale
     return value * facts.loss_scale / facts.accumulated if key == "sensitivity" else value
 
 
 def layer_errors(values: Mapping[str, float], readings: Readings, facts: StepContext, exact: bool) -> dict[str, float]:
-    """Return the standard errors of those of the values that are known of some rows; 0 if all rows were used."""
+    """Return the standard errors of values that are computed from a sample of rows; 0 if all rows were used."""
     errors = {}
     for key in values:
         entry = QUANTITIES[key]
         if entry.error is None:
             continue
         scale = facts.loss_scale / facts.accumulated if key == "sensitivity" else 1.0
-        known = math.nan if math.isnan(values[key]) else 0.0
-        errors[key] = known if math.isnan(known) or (exact and entry.of_inputs) else abs(entry.error(readings) * scale)
+        if math.isnan(values[key]):
+            errors[key] = math.nan
+        else:
+            errors[key] = 0.0 if exact and entry.of_inputs else abs(entry.error(readings) * scale)
     return errors
 
 
@@ -169,8 +163,8 @@ def _missing(key: str, i: int, layer: Layer, readings: Readings, facts: StepCont
         return "it is no output layer"
     updated = needs & {"dW", "g", "dqk", "state"}
     if (updated or key in ("lr", "lr_multiplier")) and i not in facts.lr:
-        if i in facts.held:
-            return facts.held[i] or (NOT_STEPPED if facts.lr else NO_STEP)
+        if i in facts.optimized:
+            return facts.optimized[i] or (NOT_STEPPED if facts.lr else NO_STEP)
         return "no optimizer updates it" if facts.lr else NO_STEP
     if updated and i in facts.unused:
         return UNUSED
@@ -225,33 +219,32 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
     needs = entry.needs
     if layer.no_features:
         return layer.no_features
-    if facts.unseen:
-        return facts.unseen
+    if facts.unobserved:
+        return facts.unobserved
     if layer.info.role == "embedding" and entry.of_inputs:
         return ONE_HOT
     if i in facts.hidden:
         return facts.hidden[i]
     if i not in facts.called:
         return NOT_CALLED
-    known = facts.why_not.get((key, NETWORK), "") or facts.why_not.get((key, i), "")
-    if known:
-        return known
-    if entry.of_inputs and i not in facts.fed:
+    if reason := facts.why_not.get((key, NETWORK), "") or facts.why_not.get((key, i), ""):
+        return reason
+    if entry.of_inputs and i not in facts.with_inputs:
         return "its inputs are not a tensor of numbers, or were overwritten"
-    missed = UNCHOSEN if i in facts.unchosen else ""
+    no_rows = UNCHOSEN if i in facts.unchosen else ""
     if "probe" in needs:
         rounded = key in DRIFTS and 0 < readings.get(key) < CHANGE_MARGIN * facts.eps[i]
-        return facts.no_drift or missed or (ROUNDED if rounded else "")
+        return facts.no_drift or no_rows or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
         return "the taps of a convolution overlap: what one adds, another may take away"
-    if needs & {"h", "dh"} and (not entry.of_inputs or key in OVER_OUTPUTS) and i not in facts.lasted:
+    if needs & {"h", "dh"} and (not entry.of_inputs or key in OVER_OUTPUTS) and i not in facts.with_outputs:
         return "its outputs were overwritten in this step; from the next measured one on they are copied"
     if "b" in needs and i in facts.shared:
         return SHARED
-    if "b" in needs and i not in facts.graded:
+    if "b" in needs and i not in facts.with_gradients:
         return "no gradient arrived at its output, or more than one, or it was overwritten"
-    changed = {"backward_speed": "b", "dual_bfa_cos": "b", "gradient_change": "g"}.get(key, "")
-    if changed and 0 < readings.get(f"d{changed}.norm") < entry.margin * facts.eps[i] * readings.get(f"{changed}.norm"):
+    symbol = {"backward_speed": "b", "dual_bfa_cos": "b", "gradient_change": "g"}.get(key, "")
+    if symbol and 0 < readings.get(f"d{symbol}.norm") < entry.margin * facts.eps[i] * readings.get(f"{symbol}.norm"):
         return "its change is too close to the rounding of its gradients"
     if entry.unit == "directions" and readings.get("h_in.rows" if entry.of_inputs else "b.rows") == 1:
         return SINGLE_ROW
@@ -260,11 +253,11 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
     if facts.no_replay:
         return facts.no_replay
     if i not in facts.replayed:
-        return missed or "called differently when the forward was run again"
+        return no_rows or "called differently when the forward was run again"
     if key in PARTS:
         return _no_part(readings, facts.eps[i])
     if key == "feature_cancellation":
-        return ""  # a change that is rounded away cancels nothing
+        return ""  # a change below its rounding cancels nothing
     if 0 < readings.get("dh.norm") < entry.margin * facts.eps[i] * readings.get("h.compared"):
         return HALF if facts.halved else ROUNDED
     return ""

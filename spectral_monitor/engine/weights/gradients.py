@@ -1,4 +1,4 @@
-"""Gradients of parameters in this process, and what clipping took away from them."""
+"""Gradients of parameters in this process, and the effect of clipping on them."""
 
 from __future__ import annotations
 
@@ -15,72 +15,73 @@ from spectral_monitor.sharding.shard_region import extent_of
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
 CHUNK = 1 << 18
-"""Entries of an update that are there at a time."""
+"""Entries of an update that are computed at a time."""
 SUMMED = "its gradient has yet to be summed over processes (sequence parallelism)"
 UNEVEN = 1e-4
-"""Two norms whose ratio is off by more were not multiplied by one factor."""
+"""Relative difference above which two norms were not multiplied by the same factor."""
 UNEVEN_HALF = 0.01
-"""The same of gradients in half precision, where each entry is rounded to three digits."""
-SAME = 0.1
-"""Of that: gradients whose norm has changed by a smaller part were left alone."""
+"""The same for gradients in half precision, whose entries are rounded to three digits."""
+UNCHANGED = 0.1
+"""Share of that: if the norm of all gradients has changed by less, they were not clipped."""
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return a gradient that an embedding left sparse as the optimizers see it; any other unchanged."""
+    """Return a dense gradient; embeddings may leave sparse ones."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def gradient_here(p: Tensor) -> Tensor | None:
-    """Return the local part of a gradient, with the same entries as the local part of its parameter; ``None`` if there
-    is none.
+def local_gradient(p: Tensor) -> Tensor | None:
+    """Return the gradient of the local part of a parameter; ``None`` if there is none.
 
     Raises:
-        ValueError: entries of the gradient lie elsewhere, or have yet to be summed.
+        ValueError: entries of the gradient are in another process, or have yet to be summed.
     """
     if p.grad is None:
         return None
     gradient = _dense(local_part(p.grad))
     if not is_distributed(p.grad) or p.grad.placements == p.placements:  # type: ignore[attr-defined]
         return gradient
-    # Tensor parallelism may leave a whole gradient to a parameter that is split.
-    mine, there = extent_of(p), extent_of(p.grad)
-    if any(a < c or b > d for (a, b), (c, d) in zip(mine.box, there.box, strict=True)):
-        raise ValueError(f"a gradient lies elsewhere ({there.placement}) than its parameter ({mine.placement})")
-    gradient = gradient.reshape([b - a for a, b in there.box])
-    return gradient[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(mine.box, there.box, strict=True))]
+    # With tensor parallelism a split parameter may have a full gradient.
+    needed, available = extent_of(p), extent_of(p.grad)
+    if any(a < c or b > d for (a, b), (c, d) in zip(needed.box, available.box, strict=True)):
+        raise ValueError(f"a gradient lies elsewhere ({available.placement}) than its parameter ({needed.placement})")
+    gradient = gradient.reshape([b - a for a, b in available.box])
+    return gradient[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(needed.box, available.box, strict=True))]
 
 
-def summed_over(p: Tensor) -> list[int]:
-    """Dimensions of its mesh whose processes all hold the same of a parameter, but a summand each of its gradient.
+def unsummed_dims(p: Tensor) -> list[int]:
+    """Return the mesh dimensions along which a parameter is replicated, but its gradient has yet to be summed.
 
-    Sequence parallelism leaves such gradients to norms. None where the gradient is not placed as the parameter else.
+    Sequence parallelism leaves such gradients to the parameters of norms. The list is empty if gradient and parameter
+    differ in placement otherwise.
     """
     if p.grad is None or not is_distributed(p.grad):
         return []
     pairs = list(enumerate(zip(p.placements, p.grad.placements, strict=True)))  # type: ignore[attr-defined]
-    found = [k for k, (held, placed) in pairs if held.is_replicate() and placed.is_partial("sum")]
-    return found if all(k in found or held == placed for k, (held, placed) in pairs) else []
+    dims = [k for k, (own, gradient) in pairs if own.is_replicate() and gradient.is_partial("sum")]
+    return dims if all(k in dims or own == gradient for k, (own, gradient) in pairs) else []
 
 
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
-    """Norms of what is here of the gradients, -1 for those that are gone."""
+    """Return the norms of the local parts of gradients, -1 for those that are ``None``."""
     if not parameters:
         return torch.empty(0, device="cpu")
     gradients = [None if p.grad is None else _dense(local_part(p.grad)) for p in parameters]
-    there = [g for g in gradients if g is not None]
-    doubles = any(g.dtype in (torch.float64, torch.complex128) for g in there)
+    present = [g for g in gradients if g is not None]
+    doubles = any(g.dtype in (torch.float64, torch.complex128) for g in present)
     dtype = torch.float64 if doubles else torch.float32
-    gone = torch.full((), -1.0, dtype=dtype, device=local_part(parameters[0]).device)
-    norms = iter(torch._foreach_norm(there) if there else ())
-    return torch.stack([gone if g is None else next(norms).to(gone) for g in gradients])
+    missing = torch.full((), -1.0, dtype=dtype, device=local_part(parameters[0]).device)
+    norms = iter(torch._foreach_norm(present) if present else ())
+    return torch.stack([missing if g is None else next(norms).to(missing) for g in gradients])
 
 
-def contribution_here(p: Tensor, old: Tensor) -> Tensor:
-    """Return the first-order effect on the loss of the step of a local part; the mean over all processes that hold the
-    same part.
+def local_contribution(p: Tensor, old: Tensor) -> Tensor:
+    """Return the first-order effect on the loss of the step of a local part; ``old``: its entries before the step.
+
+    The effect is the mean over all processes that hold the same part.
     """
-    new, summed = local_part(p), summed_over(p)
-    gradient = _dense(local_part(p.grad)) if summed else gradient_here(p)  # type: ignore[arg-type]
+    new, unsummed = local_part(p), unsummed_dims(p)
+    gradient = _dense(local_part(p.grad)) if unsummed else local_gradient(p)  # type: ignore[arg-type]
     assert gradient is not None
     if new.is_complex():  # torch's gradient is that of the real and imaginary parts
         gradient, new, old = (torch.view_as_real(x.resolve_conj()) for x in (gradient, new, old))
@@ -91,7 +92,7 @@ def contribution_here(p: Tensor, old: Tensor) -> Tensor:
     parts = zip(gradient.split(rows), new.split(rows), old.split(rows), strict=True)
     dtype = compute_dtype(new.dtype)
     total: Tensor = torch.stack([contribution(g, a.to(dtype) - b.to(a.device, dtype)) for g, a, b in parts]).sum()
-    summands: int = math.prod([p.grad.device_mesh.size(k) for k in summed])  # type: ignore[union-attr]
+    summands: int = math.prod([p.grad.device_mesh.size(k) for k in unsummed])  # type: ignore[union-attr]
     return total * summands
 
 
@@ -99,33 +100,32 @@ def contribution_here(p: Tensor, old: Tensor) -> Tensor:
 class Clipping:
     """The effect of clipping on the gradients of an optimizer's parameters, scalars on their device."""
 
-    factor: Tensor  # by which gradients were larger before
-    # 1 where no factor says it, for gradients were clipped entry by entry or are others than before, else 0
-    uneven: Tensor
+    factor: Tensor  # the size of gradients before clipping over that after it
+    uneven: Tensor  # 1 if gradients were clipped entry by entry, or replaced, so that no factor describes it; else 0
 
 
 def clipping_since(
     arrived: tuple[Sequence[Tensor], Tensor], parameters: Sequence[Tensor], norms: Tensor
 ) -> Clipping | None:
-    """Return what was done to an optimizer's gradients since they arrived; ``None`` where nothing is known of any.
+    """Return how an optimizer's gradients have changed since the backward pass; ``None`` if no parameter is known.
 
-    A factor is the same in every process, so each finds it by what it holds.
+    The factor is the same in every process, so each finds it from the parts that it holds.
 
     Args:
-        arrived: parameters, and norms of what is here of the gradients that arrived there.
-        parameters: those with a gradient now, in any order: a correction splits groups, and so exchanges them.
-        norms: of these gradients.
+        arrived: parameters, and norms of the local parts of their gradients after the backward pass.
+        parameters: those with a gradient now, in any order: a correction splits groups, and so reorders them.
+        norms: of their gradients.
     """
-    places = {id(p): place for place, p in enumerate(arrived[0])}
-    both = [(places[id(p)], place) for place, p in enumerate(parameters) if id(p) in places]
-    if not both:
+    positions = {id(p): i for i, p in enumerate(arrived[0])}
+    pairs = [(positions[id(p)], j) for j, p in enumerate(parameters) if id(p) in positions]
+    if not pairs:
         return None
     then = arrived[1].to(norms)
-    if not len(both) == len(places) == len(parameters) or any(i != j for i, j in both):
-        then, norms = then[[i for i, _ in both]], norms[[j for _, j in both]]  # a device waits for the order
+    if not len(pairs) == len(positions) == len(parameters) or any(i != j for i, j in pairs):
+        then, norms = then[[i for i, _ in pairs]], norms[[j for _, j in pairs]]  # only if needed: the host waits
     halves = any(p.grad is not None and p.grad.itemsize < 4 for p in parameters)
     uneven = UNEVEN_HALF if halves else UNEVEN
     factor = torch.linalg.vector_norm(then) / torch.linalg.vector_norm(norms)
-    # NaN and inf speak for themselves.
-    factor = torch.where(factor.isfinite() & ((factor - 1).abs() > SAME * uneven), factor, 1.0)
+    # NaN and inf are reported as such.
+    factor = torch.where(factor.isfinite() & ((factor - 1).abs() > UNCHANGED * uneven), factor, 1.0)
     return Clipping(factor, ((then - factor * norms).abs() > uneven * then).any().float())

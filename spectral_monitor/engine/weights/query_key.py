@@ -1,4 +1,4 @@
-"""Queries and keys of attention blocks: the norm of their bilinear form, and of its change by a step."""
+"""Queries and keys of attention blocks: the norm of their bilinear form, and that of its change in a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spectral_monitor.state.buffers import kept
 from spectral_monitor.state.dtensor import local_part
 
 STACKED = 1 << 24
-"""Entries of queries and keys that are measured together."""
+"""Limit of the entries of queries and keys in one call."""
 NORMALIZED = "queries and keys are normalized: the size of their weights does not reach the logits"
 NO_GAIN = "queries and keys are normalized in a way that is not known"
 ROTARY = "rotary embeddings stand, or may stand, between queries and keys: it is the bound |W_q|* |W_k|* of each head"
@@ -35,31 +35,31 @@ Weights = tuple[Tensor, Tensor]
 
 
 def unmeasured(block: AttentionBlock, heads: LocalHeads | None) -> dict[str, str]:
-    """Return quantity -> why a block has none, as far as that is known before training.
+    """Return quantity -> why it is missing for a block, as far as that is known before training.
 
-    ``heads``: those whose weights are here; ``None`` if they are not whole.
+    ``heads``: those with local weights; ``None`` if heads are split.
     """
     spread = heads is None or heads.block.query.heads < heads.total
-    if heads is None or (spread and block.norms is not None):  # whose gains are spread too
+    if heads is None or (spread and block.norms is not None):  # its gains are split, too
         return dict.fromkeys(("qk_gain", "qk_gain_head", "qk_update"), SPREAD)
     normalized = block.norms is not None or getattr(block.module, "qk_norm", False) is True
-    found = {"qk_update": NORMALIZED} if normalized else {}
+    reasons = {"qk_update": NORMALIZED} if normalized else {}
     if normalized and (block.norms is None or _bound(block) is None):
-        found |= dict.fromkeys(("qk_gain", "qk_gain_head"), NO_GAIN)
-    return found
+        reasons |= dict.fromkeys(("qk_gain", "qk_gain_head"), NO_GAIN)
+    return reasons
 
 
 def remarks(block: AttentionBlock) -> dict[str, str]:
-    """Return quantity -> what must be known of its values: which bound they are, and that heads are not known."""
+    """Return quantity -> a remark on its values: which bound they are, and that the heads are not known."""
     kind = NORMS if block.norms is not None else ROTARY if block.rotary else ""
-    said = "; ".join(filter(None, [kind, "" if block.known else ONE_HEAD]))
-    return {key: said for key in ("qk_gain", "qk_update") if said}
+    remark = "; ".join(filter(None, [kind, "" if block.known else ONE_HEAD]))
+    return dict.fromkeys(("qk_gain", "qk_update"), remark) if remark else {}
 
 
 class QueryKeyStage:
     """The stage of a measured step that measures queries and keys; made for each step.
 
-    It takes the heads whose weights are in this process; where those are not all, processes tell each other.
+    It measures the heads whose weights are in this process; where those are not all, the processes exchange results.
     """
 
     def __init__(
@@ -70,11 +70,13 @@ class QueryKeyStage:
         processes: ProcessGroup | None,
         out: RawScalars,
     ) -> None:
-        """``heads``: layer index -> those of its block that are here; ``None`` if they are not whole."""
+        """``heads``: layer index -> the local heads of its block; ``None`` if heads are split."""
         wanted = heads if settings.needs & {"qk", "dqk"} else {}
-        self._heads_of = {i: some for i, some in wanted.items() if some is not None}
+        self._heads_of = {i: local for i, local in wanted.items() if local is not None}
         self._blocks = {
-            i: some.block for i, some in self._heads_of.items() if SPREAD not in unmeasured(some.block, some).values()
+            i: local.block
+            for i, local in self._heads_of.items()
+            if SPREAD not in unmeasured(local.block, local).values()
         }
         self._members = members
         self._processes = processes
@@ -89,28 +91,28 @@ class QueryKeyStage:
     def before(self, optimizer: Optimizer) -> None:
         """Measure the blocks that an optimizer is about to change, and copy them if their change is measured."""
         owned = {id(p) for p in parameters_of(optimizer)}
-        mine = [block for block in self._blocks.values() if self._sources(block) & owned]
+        blocks = [block for block in self._blocks.values() if self._sources(block) & owned]
         if self._changes:
-            copies = {block.layer: self._weights(block) for block in mine if block.layer not in self._before}
+            copies = {block.layer: self._weights(block) for block in blocks if block.layer not in self._before}
             self._before |= {i: (kept(q, self._host), kept(k, self._host)) for i, (q, k) in copies.items()}
-        self._measure([block for block in mine if block.layer not in self._done])
+        self._measure([block for block in blocks if block.layer not in self._done])
 
     @torch.no_grad()
     def rest(self) -> None:
-        """Measure the change, now that all optimizers have stepped, and what none has."""
+        """Measure the changes, after all optimizers have stepped, and the blocks that none has stepped."""
         self._measure([block for i, block in self._blocks.items() if i not in self._done])
         moved = [self._blocks[i] for i in self._before if self._blocks[i].norms is None]
-        for some in self._alike(moved):
-            old = [self._before[block.layer] for block in some]
-            device = self._weights(some[0])[0].device
+        for blocks in self._groups(moved):
+            old = [self._before[block.layer] for block in blocks]
+            device = self._weights(blocks[0])[0].device
             queries, keys = (torch.stack([pair[k].to(device) for pair in old]) for k in (0, 1))
-            new_queries, new_keys = (torch.stack(x) for x in zip(*map(self._weights, some), strict=True))
-            if some[0].rotary:
-                first = product_bound((new_queries.double() - queries), new_keys)
-                found = first + product_bound(queries, new_keys.double() - keys)
+            new_queries, new_keys = (torch.stack(x) for x in zip(*map(self._weights, blocks), strict=True))
+            if blocks[0].rotary:
+                norms = product_bound((new_queries.double() - queries), new_keys)
+                norms = norms + product_bound(queries, new_keys.double() - keys)
             else:
-                found = bilinear_change_norm(queries, keys, new_queries, new_keys)
-            self._put("qk.update", some, found * math.sqrt(queries.shape[-1] * keys.shape[-1]))
+                norms = bilinear_change_norm(queries, keys, new_queries, new_keys)
+            self._put("qk.update", blocks, norms * math.sqrt(queries.shape[-1] * keys.shape[-1]))
         self._before.clear()
 
     def _measure(self, blocks: Sequence[AttentionBlock]) -> None:
@@ -118,42 +120,43 @@ class QueryKeyStage:
         for block in blocks:
             if block.norms is not None and (bound := _bound(block)) is not None:
                 self._out.put(block.layer, "qk.gain", bound)
-        for some in self._alike([block for block in blocks if block.norms is None]):
-            queries, keys = (torch.stack(x) for x in zip(*map(self._weights, some), strict=True))
-            found = product_bound(queries, keys) if some[0].rotary else bilinear_norm(queries, keys)
-            self._put("qk.gain", some, found * math.sqrt(queries.shape[-1] * keys.shape[-1]))
+        for group in self._groups([block for block in blocks if block.norms is None]):
+            queries, keys = (torch.stack(x) for x in zip(*map(self._weights, group), strict=True))
+            norms = product_bound(queries, keys) if group[0].rotary else bilinear_norm(queries, keys)
+            self._put("qk.gain", group, norms * math.sqrt(queries.shape[-1] * keys.shape[-1]))
 
-    def _put(self, name: str, blocks: Sequence[AttentionBlock], found: Tensor) -> None:
-        for block, values in zip(blocks, found, strict=True):
+    def _put(self, name: str, blocks: Sequence[AttentionBlock], norms: Tensor) -> None:
+        for block, values in zip(blocks, norms, strict=True):
             heads = self._heads_of[block.layer]
             if len(values) == heads.total or self._processes is None:
                 self._out.put(block.layer, name, values * block.scale)
-            else:  # a row of all heads, of which every process fills in its own
-                every = values.new_zeros(heads.total)
+            else:  # this process's share of the values of all heads
+                share = values.new_zeros(heads.total)
                 copies = self._processes.size // self._members[block.layer].holding.extent.spread
-                every[heads.first : heads.first + len(values)] = values * block.scale / copies
-                self._parts[block.layer, name] = every
+                share[heads.first : heads.first + len(values)] = values * block.scale / copies
+                self._parts[block.layer, name] = share
 
     def routine(self) -> Coroutine[None]:
-        """Put the numbers of blocks whose heads are shared out among processes."""
+        """Put the values of blocks whose heads are split over processes."""
         if self._parts:
             keys = sorted(self._parts)
-            found = yield [self._parts[key] for key in keys]
-            for (i, name), values in zip(keys, found, strict=True):
+            totals = yield [self._parts[key] for key in keys]
+            for (i, name), values in zip(keys, totals, strict=True):
                 self._out.put(i, name, values)
 
-    def _alike(self, blocks: Sequence[AttentionBlock]) -> Iterator[list[AttentionBlock]]:
-        """Yield blocks of one shape, as many together as there is room for."""
+    def _groups(self, blocks: Sequence[AttentionBlock]) -> Iterator[list[AttentionBlock]]:
+        """Yield groups of blocks of one shape, as large as memory allows."""
         groups: dict[object, list[AttentionBlock]] = defaultdict(list)
         for block in blocks:
             query, key = self._members[block.query.layer], self._members[block.key.layer]
             shape = (block.query.heads, block.key.heads, block.query.size, block.rotary)
             groups[(*shape, *query.kind[1:4], *key.kind[1:4])].append(block)
-        for some in groups.values():
-            size = (some[0].query.heads + some[0].key.heads) * some[0].query.size
-            room = max(1, STACKED // max(size * self._members[some[0].layer].layer.layout.fan_in, 1))
-            for start in range(0, len(some), room):
-                yield some[start : start + room]
+        for group in groups.values():
+            first = group[0]
+            size = (first.query.heads + first.key.heads) * first.query.size
+            capacity = max(1, STACKED // max(size * self._members[first.layer].layer.layout.fan_in, 1))
+            for start in range(0, len(group), capacity):
+                yield group[start : start + capacity]
 
     def _sources(self, block: AttentionBlock) -> set[int]:
         parts = (block.query.layer, block.key.layer)
@@ -174,7 +177,7 @@ class QueryKeyStage:
 def _bound(block: AttentionBlock) -> Tensor | None:
     """Return the largest logit that normalized queries and keys can have; ``None`` if their gains are not known.
 
-    A head's vector is as long as the root of the number of entries that are normalized together, times its gain.
+    The length of a head's vector is the root of the number of entries that are normalized together, times its gain.
     """
     assert block.norms is not None
     query, key = map(_gain, block.norms)
@@ -189,7 +192,7 @@ def _bound(block: AttentionBlock) -> Tensor | None:
 
 
 def _gain(norm: nn.Module) -> Tensor | None:
-    """Return the gain of a norm of vectors; ``None`` if it is not one that is known."""
+    """Return the gain of a normalization layer; ``None`` if its kind is not known."""
     parameters = dict(norm.named_parameters())
     name = written_as(norm).__name__
     if "norm" not in name.lower() or set(parameters) - {"weight", "bias"} or "weight" not in parameters:

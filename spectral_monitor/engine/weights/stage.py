@@ -1,4 +1,4 @@
-"""Weights, updates and drift: everything that is read off matrices around the optimizer's step."""
+"""Weights, updates and drift: everything that is measured of matrices around the optimizer's step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from spectral_monitor.engine.results.raw import RawScalars, one_each
 from spectral_monitor.engine.results.reasons import StepContext
 from spectral_monitor.engine.settings import Settings
 from spectral_monitor.engine.weights.adam_state import COMPUTED, adam_state
-from spectral_monitor.engine.weights.contributions import ContributionStage, Gradients, given_back
-from spectral_monitor.engine.weights.gradients import SUMMED, summed_over
+from spectral_monitor.engine.weights.contributions import ContributionStage, Gradients, restored
+from spectral_monitor.engine.weights.gradients import SUMMED, unsummed_dims
 from spectral_monitor.engine.weights.matrix_batches import BatchMember, MatrixBatch, Start, chunks, matrix_batches
 from spectral_monitor.engine.weights.norms import Job, MatrixNorms
 from spectral_monitor.functional.feature_speed import inner_sums
@@ -26,30 +26,30 @@ from spectral_monitor.state.buffers import kept
 
 
 @dataclass
-class _Held:
-    """State of one optimizer between the two ends of its step."""
+class _OptimizerStep:
+    """The state of one optimizer between the beginning and the end of its step."""
 
     members: dict[int, BatchMember]
     stacks: list[MatrixBatch]
     gradients: Gradients = field(default_factory=Gradients)
-    shares: dict[int, Tensor] = field(default_factory=dict)  # what this process's part of each layer contributes
-    inner: dict[int, Tensor] = field(default_factory=dict)  # and of the products of weights and updates
+    shares: dict[int, Tensor] = field(default_factory=dict)  # contributions of this process's part of each layer
+    inner: dict[int, Tensor] = field(default_factory=dict)  # the same of inner products of weights and updates
 
 
 class MatrixStage:
     """The stage of a measured step that measures parameters; made for each step.
 
-    In a single process norms are taken right at the update: all in one solve or, of models with many weights, in three,
-    of weights, updates and drift, which lie in the same memory one after the other. Where several measure, that waits
-    for :meth:`routine`, for nothing may be asked of others in the middle of a step; but then each process holds only
-    what it measures. With ``low_memory`` copies are held by the host, and layers are measured one by one.
+    In a single process norms are computed at the update. For models with few weights one solve is enough; otherwise
+    weights, updates and drift use the same memory in turn, with a solve for each. With several processes all norms wait
+    for :meth:`routine`, because there can be no exchange in the middle of a step; but each process copies only what it
+    measures. With ``low_memory`` copies are kept in host memory, and layers are measured one by one.
 
-    ``inputs``: layer index -> chosen rows of its input, those of all processes, if there are any.
+    ``inputs``: layer index -> chosen rows of its input from all processes, if there are any.
 
     Attributes:
-        contributions: measures what gradients say.
-        old: layer index -> its weight before the step, where parts of changes are asked for.
-        rates: every parameter that is trained and the learning rate it meets, where kernels are asked for.
+        contributions: measures gradients.
+        old: layer index -> its weight before the step, if parts of feature changes are measured.
+        rates: every trained parameter and its learning rate, if kernels are measured.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class MatrixStage:
         self._exchange = exchange
         self._facts = facts
         self._out = out
-        self._held: dict[int, _Held] = {}
+        self._steps: dict[int, _OptimizerStep] = {}
         self._host = settings.low_memory
-        self._room: dict[torch.device, int] = {}  # bytes that the largest of what waits in host memory takes
-        self._slots: dict[torch.device, Tensor] = {}
+        self._slot_bytes: dict[torch.device, int] = {}  # size of the largest stack that waits in host memory
+        self._slots: dict[torch.device, Tensor] = {}  # device memory for the stacks that wait in host memory
         self._jobs: list[Job] = []
         self._waiting: list[Coroutine[None]] = []
         self.old: dict[int, Tensor] = {}
@@ -84,113 +84,117 @@ class MatrixStage:
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
-        """Copy what the update is about to change."""
+        """Copy the weights that the update is about to change."""
         owned = {id(p) for p in parameters_of(optimizer)}
-        mine = {i: m for i, m in self._there() if any(id(p) in owned for p in m.layer.sources)}
-        for i in mine:
+        members = {i: m for i, m in self._available() if any(id(p) in owned for p in m.layer.sources)}
+        for i in members:
             if self._stepper.setdefault(i, id(optimizer)) != id(optimizer):
                 self._facts.divided.add(i)
         if "Wdh" in self.settings.needs and self._exchange is None:
-            self.old.update({i: kept(m.layer.weight().detach(), self._host) for i, m in mine.items()})
-        stacks = self._stacks(mine) if self.settings.needs & {"W", "dW", "W0", "|g|"} else []
+            self.old.update({i: kept(m.layer.weight().detach(), self._host) for i, m in members.items()})
+        stacks = self._stacks(members) if self.settings.needs & {"W", "dW", "W0", "|g|"} else []
         for stack in stacks:
             stack.load(self._host)
-        gradients = self.contributions.before(optimizer, mine) if "g" in self.settings.needs else Gradients()
-        self._held[id(optimizer)] = _Held(mine, stacks, gradients)
+        gradients = self.contributions.before(optimizer, members) if "g" in self.settings.needs else Gradients()
+        self._steps[id(optimizer)] = _OptimizerStep(members, stacks, gradients)
 
     @torch.no_grad()
     def ready(self, optimizer: Optimizer, arrived: tuple[tuple[Tensor, ...], Tensor] | None = None) -> None:
-        """Note which gradients there are, now that they are final, and the learning rates they meet.
+        """Note the final gradients, and the learning rates of their parameters.
 
-        ``arrived``: parameters and the norms of their gradients as backward passes left them, where that is known.
+        ``arrived``: parameters and the norms of their gradients after the backward pass, if known.
         """
-        held = self._held[id(optimizer)]
+        step = self._steps[id(optimizer)]
         owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         decay = {id(group): weight_decay(optimizer, group) for group in optimizer.param_groups}
-        for i, member in held.members.items():
+        for i, member in step.members.items():
             rates = {learning_rate(owned[id(p)]) for p in member.layer.sources if id(p) in owned}
             self._facts.lr[i] = rates.pop() if len(rates) == 1 else math.nan
             if member.layer.compute is None:
                 self._facts.decay[i] = decay[id(owned[id(member.layer.sources[0])])]
-            if "|g|" in self.settings.needs and (
-                member.layer.compute is not None or summed_over(member.layer.sources[0])
-            ):
-                self._facts.why_not["|g|", i] = SUMMED if member.layer.compute is None else COMPUTED
+            if "|g|" in self.settings.needs:
+                if member.layer.compute is not None:
+                    self._facts.why_not["|g|", i] = COMPUTED
+                elif unsummed_dims(member.layer.sources[0]):
+                    self._facts.why_not["|g|", i] = SUMMED
         if {"J", "K", "B"} & self.settings.needs:
             self.rates += [(p, learning_rate(group)) for group in optimizer.param_groups for p in group["params"]]
-        self._facts.unused.update(i for i, m in held.members.items() if all(p.grad is None for p in m.layer.sources))
-        # A fused optimizer takes the loss scale out of the gradients by itself, in place; they are then the loss's.
+        self._facts.unused.update(i for i, m in step.members.items() if all(p.grad is None for p in m.layer.sources))
+        # A fused optimizer divides gradients by the loss scale itself, in place: so far they are not those of the loss.
         if "g" in self.settings.needs and getattr(optimizer, "grad_scale", None) is None:
-            self.contributions.ready(optimizer, held.members, held.gradients, arrived)
+            self.contributions.ready(optimizer, step.members, step.gradients, arrived)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
-        """Measure weights, then, in the same memory, the update, then the drift; or keep what that takes."""
-        held = self._held.pop(id(optimizer))
-        self._facts.stepped.update(held.members)
-        with given_back(held.gradients):
-            self._measure_all(held, self.settings.needs)
-            if held.inner:
-                self._sum(self._inner_products(held.inner))
+        """Measure weights, updates and drift, or copy them for :meth:`routine`."""
+        step = self._steps.pop(id(optimizer))
+        self._facts.stepped.update(step.members)
+        with restored(step.gradients):
+            self._measure_all(step, self.settings.needs)
+            if step.inner:
+                self._sum(self._inner_products(step.inner))
             if "state" in self.settings.needs:
-                self._sum(adam_state(optimizer, held.members, self._copies, self._facts, self._out))
+                self._sum(adam_state(optimizer, step.members, self._copies, self._facts, self._out))
             if "g" in self.settings.needs:
-                for routine in self.contributions.after(held.gradients, held.shares):
+                for routine in self.contributions.after(step.gradients, step.shares):
                     self._sum(routine)
 
-    def _measure_all(self, held: _Held, needs: frozenset[str]) -> None:
-        """Measure stacks with memory, as many at a time as there is room for; that is gone then."""
+    def _measure_all(self, step: _OptimizerStep, needs: frozenset[str]) -> None:
+        """Measure the stacks of a step, as many at a time as memory allows, and free their buffers."""
         if self._exchange is not None or self._host:
-            for stack in held.stacks:
-                self._changes([stack.here()], self._host, held, needs)
+            for stack in step.stacks:
+                self._changes([stack.to_device()], self._host, step, needs)
                 stack.buffers = []
             return
-        for portion in chunks(held.stacks, len(self.settings.needs & {"dW", "W0", "W1", "|g|"})):
-            self._changes([stack.here() for stack in portion.stacks], portion.in_place, held, needs)
+        for chunk in chunks(step.stacks, len(self.settings.needs & {"dW", "W0", "W1", "|g|"})):
+            self._changes([stack.to_device() for stack in chunk.stacks], chunk.in_place, step, needs)
             self._solve()
 
-    def _changes(self, found: Sequence[MatrixBatch], in_place: bool, held: _Held, needs: frozenset[str]) -> None:
-        """Measure everything that is read off some layers, whose weights before the update these are."""
+    def _changes(
+        self, stacks: Sequence[MatrixBatch], in_place: bool, step: _OptimizerStep, needs: frozenset[str]
+    ) -> None:
+        """Measure everything of some layers; ``stacks`` are their weights before the update."""
         if "W" in needs:
-            self._measure("W", found, in_place)
+            self._measure("W", stacks, in_place)
         if "dW" in needs:
-            found = [stack.change(in_place=in_place) for stack in found]
-            self._measure("dW", found, in_place)
+            stacks = [stack.change(in_place=in_place) for stack in stacks]
+            self._measure("dW", stacks, in_place)
             if "g" in needs:
-                held.shares.update(self.contributions.shares(found))
+                step.shares.update(self.contributions.shares(stacks))
             if "WdW" in needs:
-                for stack in found:
-                    held.inner.update(_with_weights(stack))
+                for stack in stacks:
+                    step.inner.update(_inner_with_weights(stack))
         if "W0" in needs:
-            self._measure("drift", [stack.change(self.start, in_place=in_place) for stack in found], in_place)
+            self._measure("drift", [stack.change(self.start, in_place=in_place) for stack in stacks], in_place)
         if "W1" in needs:
-            self._measure("W1", [stack.now(in_place=in_place) for stack in found], in_place)
+            self._measure("W1", [stack.current(in_place=in_place) for stack in stacks], in_place)
         if "|g|" in needs:
-            gradients = [stack.gradients(in_place=in_place) for stack in found]
-            if (factor := held.gradients.factor) is not None:
+            gradients = [stack.gradients(in_place=in_place) for stack in stacks]
+            if (factor := step.gradients.factor) is not None:
                 for buffer in (buffer for stack in gradients for buffer in stack.buffers):
                     buffer.mul_(factor.to(buffer))
             self._measure("g", gradients, in_place)
 
     @torch.no_grad()
     def rest(self) -> None:
-        """Measure the weights and the drift of what no optimizer has stepped."""
+        """Measure the weights and the drift of layers that no optimizer has stepped."""
         if needs := self.settings.needs & {"W", "W0"}:
-            found = self._stacks({i: m for i, m in self._there() if i not in self._facts.stepped})
-            for stack in found:
+            stacks = self._stacks({i: m for i, m in self._available() if i not in self._facts.stepped})
+            for stack in stacks:
                 stack.load()
-            self._measure_all(_Held({}, found), needs)
+            self._measure_all(_OptimizerStep({}, stacks), needs)
 
-    def _there(self) -> list[tuple[int, BatchMember]]:
-        """Return the layers whose weights can be had: what one was computed by may be gone."""
+    def _available(self) -> list[tuple[int, BatchMember]]:
+        """Return the layers whose weights are available: computed ones may have been replaced."""
         return [(i, m) for i, m in self.members.items() if i not in self._facts.replaced or m.layer.compute is None]
 
     def routine(self) -> Coroutine[None]:
-        """Measure what waits for other processes."""
+        """Measure everything that waits for other processes."""
         waiting, self._waiting = self._waiting, []
         jobs, self._jobs = self._jobs, []
-        # What there is no memory for must show now, before others wait for this process.
-        self._slots.update((on, torch.empty(size, dtype=torch.uint8, device=on)) for on, size in self._room.items())
+        # Allocated here, so that a lack of memory shows before other processes wait for this one.
+        for device, size in self._slot_bytes.items():
+            self._slots[device] = torch.empty(size, dtype=torch.uint8, device=device)
         if self._host:
             yield from sequence(waiting)
         else:
@@ -200,32 +204,32 @@ class MatrixStage:
     def _stacks(self, members: dict[int, BatchMember]) -> list[MatrixBatch]:
         return matrix_batches(members, self._exchange, single=self._host)
 
-    def _measure(self, name: str, found: Sequence[MatrixBatch], in_place: bool) -> None:
-        """Measure matrices now, before others take their place, or with everything else."""
-        self._jobs += [Job(stack, name) for stack in found]
+    def _measure(self, name: str, stacks: Sequence[MatrixBatch], in_place: bool) -> None:
+        """Measure matrices now, before they are overwritten, or later in one solve."""
+        self._jobs += [Job(stack, name) for stack in stacks]
         if self._host and self._exchange is not None:
             for job in self._jobs:
-                away, device = job.stack.away(), job.stack.like.device
-                self._room[device] = max(self._room.get(device, 0), away.nbytes)
-                self._waiting.append(_fetched(self.norms, Job(away, name), self._slots))
+                stored, device = job.stack.to_host(), job.stack.like.device
+                self._slot_bytes[device] = max(self._slot_bytes.get(device, 0), stored.nbytes)
+                self._waiting.append(_measure_stored(self.norms, Job(stored, name), self._slots))
             self._jobs = []
         elif in_place:
             self._solve()
 
     def _solve(self) -> None:
-        """Measure what has been put off; of a single process."""
+        """Measure the collected matrices; for a single process only."""
         jobs, self._jobs = self._jobs, []
         run_local(self.norms.measure(jobs))
 
     def _sum(self, routine: Coroutine[None]) -> None:
-        """Put the sums of what takes no matrices."""
+        """Run a coroutine now, or with other processes later."""
         if self._exchange is None:
             run_local(routine)
         else:
             self._waiting.append(routine)
 
     def _inner_products(self, inner: dict[int, Tensor]) -> Coroutine[None]:
-        """Put the products of weights and updates, in one order on every process."""
+        """Put the inner products of weights and updates, in the same order in every process."""
         layers = sorted(inner)
         (total,) = yield [torch.stack([inner[i].to(inner[layers[0]]) for i in layers])]
         self._out.put_each("W1.dW", one_each(layers), total)
@@ -235,34 +239,34 @@ class MatrixStage:
 def start_norms(
     members: Sequence[BatchMember], start: Start, settings: Settings, exchange: AllReduce | None
 ) -> Coroutine[RawScalars]:
-    """Raw scalars ``W0.sigma`` and ``W0.fro`` of the weights at the start."""
+    """Return the raw scalars ``W0.sigma`` and ``W0.fro`` of the weights at the start."""
     out = RawScalars()
     norms = MatrixNorms(settings, lambda i: None, out)
     weights = {i: member for i, member in enumerate(members) if member.layer.sources}
-    found = matrix_batches(weights, exchange, single=settings.low_memory)
-    together = exchange is not None and not settings.low_memory
-    for some in [found] if together else [[stack] for stack in found]:
-        for stack in some:
+    stacks = matrix_batches(weights, exchange, single=settings.low_memory)
+    one_solve = exchange is not None and not settings.low_memory
+    for batch in [stacks] if one_solve else [[stack] for stack in stacks]:
+        for stack in batch:
             stack.load(start=start)
-        yield from norms.measure([Job(stack.here(), "W0") for stack in some])
-        for stack in some:
+        yield from norms.measure([Job(stack.to_device(), "W0") for stack in batch])
+        for stack in batch:
             stack.buffers = []
     return out
 
 
-def _with_weights(stack: MatrixBatch) -> dict[int, Tensor]:
-    """Return, for each layer, the inner product of what is here of its weight after the step and of its update.
+def _inner_with_weights(stack: MatrixBatch) -> dict[int, Tensor]:
+    """Return, for each layer, the inner product of the local parts of its weight after the step and of its update.
 
-    The weight before the step may be gone, for its update may lie in its memory.
+    The weight before the step may have been overwritten by the update.
     """
     pairs = []
     for i, member in stack.members.items():
-        now = member.now() if member.holding.rectangles else []
-        pairs.append(list(zip(now, stack.entries(i), strict=True)))
+        weight = member.current() if member.holding.rectangles else []
+        pairs.append(list(zip(weight, stack.entries(i), strict=True)))
     return dict(zip(stack.members, inner_sums(pairs, stack.like.dtype).to(stack.like.device), strict=True))
 
 
-def _fetched(norms: MatrixNorms, away: Job, slots: Mapping[torch.device, Tensor]) -> Coroutine[None]:
-    """Measure layers that the host holds, when their turn comes."""
-    stack = away.stack.here(slots[away.stack.like.device])
-    yield from norms.measure([Job(stack, away.name)])
+def _measure_stored(norms: MatrixNorms, job: Job, slots: Mapping[torch.device, Tensor]) -> Coroutine[None]:
+    """Measure matrices that wait in host memory; they are copied to the device only when it is their turn."""
+    stack = job.stack.to_device(slots[job.stack.like.device])
+    yield from norms.measure([Job(stack, job.name)])
