@@ -85,7 +85,7 @@ class CallRecorder:
         self._ranked = self._apart = False
         self._lasting: set[int] = set()
         self._overwritten: set[int] = set()
-        self._doubted = {i for i, layer in self.layers.items() if layer.doubted}
+        self._unverified = {i for i, layer in self.layers.items() if layer.unverified}
         self.unfit: set[int] = set()
         self.forget()
 
@@ -136,8 +136,8 @@ class CallRecorder:
                 return
             given = None if layer.info.role == NODE else first_tensor(args or kwargs)
             given = given if given is None or is_table(given) else None
-            if i in self._doubted and self._replayed is None:
-                self._doubted.discard(i)
+            if i in self._unverified and self._replayed is None:
+                self._unverified.discard(i)
                 self.unfit |= set() if is_linear(layer, module, given, whole) else {i}
             if i in self.unfit:
                 self.hide(i, NOT_A_PRODUCT)

@@ -35,8 +35,8 @@ class Readouts:
         layers = anatomy.layers
         self.layers = [*layers, *anatomy.nodes]
         self._called = {i for i, x in enumerate(layers) if x.info.is_dense and x.module is not None}
-        given = {i for i in self._called if layers[i].given}
-        settled = not anatomy.whole or any(x.given and x.info.role == "readout" for x in layers)
+        given = {i for i in self._called if layers[i].role_given}
+        settled = not anatomy.complete or any(x.role_given and x.info.role == "readout" for x in layers)
         self._free: set[int] = set() if settled else self._called - given
         self._seen: set[int] = set()
         self._trainers: dict[int, Hashable] = {}

@@ -17,7 +17,7 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import AllReduce, Shard, ShardedStack, compute_dtype
 from spectral_monitor.linalg.lanczos import BLOCK, MORE_ROOM, ROOM
 from spectral_monitor.sharding import Holding, Range, Rectangle
-from spectral_monitor.state.buffers import kept, room
+from spectral_monitor.state.buffers import empty_buffer, kept
 from spectral_monitor.state.dtensor import local_part
 
 SPARE, SPARE_BYTES, OF_DEVICE = 0.035, 1 << 27, 1 / 32
@@ -155,7 +155,7 @@ class MatrixBatch:
 
     def load(self, host: bool = False, start: Start | None = None) -> None:
         """Fill memory of its own, the ``host``'s or the device's, with the weights as they are now, or at the start."""
-        self.buffers = [room(size, self.dtype, self.like.device, host) for size in self.sizes]
+        self.buffers = [empty_buffer(size, self.dtype, self.like.device, host) for size in self.sizes]
         self._host = host
         self._refill(lambda i: self.members[i].now() if start is None else start[i])
 
@@ -232,7 +232,7 @@ class MatrixBatch:
         if not self._host:
             return self._with([buffer.to(dtype) for buffer in self.buffers])
         sizes = [buffer.numel() for buffer in self.buffers]
-        flat = room([sum(sizes)], dtype, self.like.device, host=False) if slot is None else slot.view(dtype)
+        flat = empty_buffer([sum(sizes)], dtype, self.like.device, host=False) if slot is None else slot.view(dtype)
         pairs = zip(flat[: sum(sizes)].split(sizes), self.buffers, strict=True)
         return self._with([place.view(buffer.shape).copy_(buffer, non_blocking=True) for place, buffer in pairs])
 
@@ -301,4 +301,4 @@ def memory_of(gpu: torch.device) -> int:
 
 def host_copies(parts: Iterable[Tensor]) -> list[Tensor]:
     """Copies in host memory, from where a GPU copies back without being waited for."""
-    return [room(part.shape, part.dtype, part.device, host=True).copy_(part) for part in parts]
+    return [empty_buffer(part.shape, part.dtype, part.device, host=True).copy_(part) for part in parts]

@@ -52,7 +52,7 @@ def unmeasured(block: AttentionBlock, heads: LocalHeads | None) -> dict[str, str
 def remarks(block: AttentionBlock) -> dict[str, str]:
     """Return quantity -> what must be known of its values: which bound they are, and that heads are not known."""
     kind = NORMS if block.norms is not None else ROTARY if block.rotary else ""
-    said = "; ".join(filter(None, [kind, "" if block.known else ONE_HEAD]))
+    said = "; ".join(filter(None, [kind, "" if block.heads_known else ONE_HEAD]))
     return {key: said for key in ("qk_gain", "qk_update") if said}
 
 
