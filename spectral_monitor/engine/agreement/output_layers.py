@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.records.calls import Call
-from spectral_monitor.capture.records.dataflow import Ran, readouts
+from spectral_monitor.capture.records.dataflow import OperatorCall, readouts
 from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.layers import Anatomy, Layer
@@ -120,10 +120,10 @@ class Readouts:
         return changed
 
 
-def _in_order(calls: Mapping[int, Sequence[Call]]) -> list[Ran]:
+def _in_order(calls: Mapping[int, Sequence[Call]]) -> list[OperatorCall]:
     """Return the calls of all operators in the order in which they ended."""
-    pairs = sorted(((call, i) for i, some in calls.items() for call in some), key=lambda pair: pair[0].place)
-    return [Ran(i, call.node, id(call.root), call.b_count > 0) for call, i in pairs]
+    pairs = sorted(((call, i) for i, some in calls.items() for call in some), key=lambda pair: pair[0].position)
+    return [OperatorCall(i, call.node, id(call.root), call.b_count > 0) for call, i in pairs]
 
 
 def output_parameters(layers: Sequence[Layer]) -> list[nn.Parameter]:

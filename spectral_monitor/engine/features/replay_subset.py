@@ -93,7 +93,7 @@ class ReplaySubset:
             self._samples = _enough(again, calls)
         self.portion = None if again is None else self._cut(again)
         if again is None or self.portion is None:
-            nothing = again is not None and self._samples is not None and batch_size(again.given) is None
+            nothing = again is not None and self._samples is not None and batch_size(again.arguments) is None
             return NO, self._before if self.off else NO_BATCH if nothing else ""
         if any(on and isinstance(m, _BatchNorm) for m, on in zip(again.module.modules(), again.modes, strict=False)):
             self.give_up()
@@ -165,13 +165,13 @@ class ReplaySubset:
     def _cut(self, again: Replayable) -> BatchSlice | None:
         if self._samples is None or self.off:
             return None
-        size = batch_size(again.given)
+        size = batch_size(again.arguments)
         return None if size is None or size <= self._samples else BatchSlice(self._samples, size)
 
     def _built(self, again: Replayable) -> tuple[str, list[str]]:
         """Return the form of a call without its values, and the values."""
         where = sorted({f"{p.dtype} {p.device.type}" for p in again.module.parameters()})  # roundings are others there
-        leaves = signature(again.given)
+        leaves = signature(again.arguments)
         kinds = [(place, kind) for place, kind, _ in leaves]
         form = [type(again).__name__, again.name_in(self._model), where, again.modes, kinds]
         return _short(form), [_short(value) for *_, value in leaves]
@@ -222,7 +222,7 @@ class ReplaySubset:
 
 def _enough(again: Replayable, calls: Mapping[int, Sequence[Call]]) -> int | None:
     """Return how many samples have enough rows in the layer in the middle; ``None`` if there are no samples."""
-    size = batch_size(again.given)
+    size = batch_size(again.arguments)
     if not size or not calls:
         return None
     rows = median_low(sum(call.outputs for call in some) for some in calls.values())

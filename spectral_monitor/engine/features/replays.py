@@ -265,7 +265,7 @@ class Replays:
         return ExchangeCheck(runs, portion, rows, wrong)
 
     def _probe_batch(self, probe: Probe, keys: Collection[str], context: Context) -> ReplayResult:
-        replay = Replay(probe.outputs, keys, samples=batch_size(probe.again.given) if probe.part else None)
+        replay = Replay(probe.outputs, keys, samples=batch_size(probe.again.arguments) if probe.part else None)
         try:
             self.run_again(probe.again, context, replay)
             if probe.part:
