@@ -110,11 +110,8 @@ class GuardedTensor:
 
 def weight_versions(parameters: Iterable[Tensor]) -> WeightVersions:
     """Return the present versions and addresses."""
-    return {id(p): (p._version, _address(local_part(p))) for p in parameters}
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout == torch.strided else 0
+    parts = ((p, local_part(p)) for p in parameters)
+    return {id(p): (p._version, part.data_ptr() if part.layout == torch.strided else 0) for p, part in parts}
 
 
 def count_rows(x: Tensor, channels_first: bool, spatial: int) -> int:
@@ -137,14 +134,14 @@ def first_rows(x: Tensor, first: int, count: int) -> Tensor:
 
 
 def is_table(x: Tensor) -> bool:
-    """Return whether a tensor is dense, and not a list of others, so that it has rows."""
+    """Return whether a tensor is dense and not nested, so that it has rows."""
     return x.layout == torch.strided and not x.is_nested
 
 
 def table_rows(gradient: Tensor | None, tokens: Tensor | None) -> Tensor | None:
-    """Return the gradient of what a table of embeddings gave for these tokens, a row for each; ``None`` if unknown.
+    """Return the gradient of an embedding's outputs for these tokens, a row for each; ``None`` if unknown.
 
-    The gradient of a row of the table is the sum over all places that looked it up: of one, if no token comes twice.
+    ``gradient``: of the table. Its rows are sums over all uses of a token, so no token may occur twice.
     """
     if gradient is None or tokens is None or gradient.is_sparse or tokens.is_floating_point():
         return None

@@ -40,14 +40,13 @@ def without_compiled(anatomy: Anatomy, compiled: Iterable[nn.Module]) -> Anatomy
     """Return the anatomy without the features of layers inside compiled modules, and with a note that says so."""
     inside = {id(part) for module in compiled for part in module.modules()}
 
-    def without_features(layer: Layer) -> Layer:
+    def strip(layer: Layer) -> Layer:
         if layer.module is None or id(layer.module) not in inside:
             return layer
         note = join_notes(layer.note, f"features: {REASON}")
         return replace(layer, module=None, no_features=REASON, note=note)
 
-    layers, nodes = (tuple(map(without_features, group)) for group in (anatomy.layers, anatomy.nodes))
-    return replace(anatomy, layers=layers, nodes=nodes)
+    return replace(anatomy, layers=tuple(map(strip, anatomy.layers)), nodes=tuple(map(strip, anatomy.nodes)))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -40,9 +40,7 @@ class Layer:
     """A measured layer: its public description and where to find it."""
 
     info: LayerInfo
-    sources: tuple[
-        nn.Parameter, ...
-    ]  # the live parameters that make up the weight, mostly the weight itself; only read
+    sources: tuple[nn.Parameter, ...]  # the live parameters that make up the weight, mostly the weight itself
     layout: Layout
     module: nn.Module | None  # its calls give the features; ``None`` if no call can be hooked
     channels_first: bool = False  # features of its inputs and outputs lie along dimension 1 (convolutions)

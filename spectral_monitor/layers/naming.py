@@ -86,7 +86,7 @@ def check_counts(argument: str, counts: Mapping[str, int]) -> None:
 
 
 def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str], noun: str = "layer") -> None:
-    """Refuse patterns that match none of the names; ``noun``: of what they are the names, for the message.
+    """Refuse patterns that match none of the names; ``noun``: the kind of named objects, for the message.
 
     Raises:
         ValueError: naming the argument, the pattern and the available names.

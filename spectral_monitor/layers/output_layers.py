@@ -117,19 +117,17 @@ def _networks(
     """
     node = _branching(root, operators)
     parts = _parts(node, operators)
-    groups = Groups(range(len(parts)))
-    child_of = {id(module): child for child in reversed(list(node.children())) for module in child.modules()}
-    children = [child_of.get(id(part[0].module)) for part in parts]
+    groups = Groups(len(parts))
     # All parameters of a part: those of its child, with biases and gains, and those of its operators.
     owned = [
         {id(p) for p in (() if child is None else child.parameters())}.union(*(o.parameters for o in part))
-        for child, part in zip(children, parts, strict=True)
+        for child, part in parts
     ]
     for ids in map(set, optimized):
         groups.join(k for k, parameters in enumerate(owned) if parameters & ids)
     if not optimized or _composes(node):
         groups.join(range(len(parts)))
-    return [network for group in groups.sets() for network in _by_shapes([parts[k] for k in group])]
+    return [network for group in groups.sets() for network in _by_shapes([parts[k][1] for k in group])]
 
 
 def _by_shapes(parts: Sequence[list[Operator]]) -> list[list[Operator]]:
@@ -137,7 +135,7 @@ def _by_shapes(parts: Sequence[list[Operator]]) -> list[list[Operator]]:
 
     Parts that do not feed each other may still be concatenated for another part, which then reads something else.
     """
-    groups = Groups(range(len(parts)))
+    groups = Groups(len(parts))
     # Most of thousands of parts begin or end with the same shapes, so shapes are compared and not parts.
     writers = _positions_of((part[-1].is_convolution, part[-1].layout.outputs) for part in parts)
     readers = _positions_of((part[0].is_convolution, part[0].inputs) for part in parts)
@@ -180,15 +178,14 @@ def _branching(root: nn.Module, operators: Sequence[Operator]) -> nn.Module:
         root = children[0]
 
 
-def _parts(node: nn.Module, operators: Sequence[Operator]) -> list[list[Operator]]:
-    """Return the operators of each child of ``node``; its own operators are a part as well."""
-    child_of: dict[int, int] = {}
-    for k, child in enumerate(node.children()):
-        for part in child.modules():
-            child_of.setdefault(id(part), k)
-    parts: dict[int, list[Operator]] = {}
+def _parts(node: nn.Module, operators: Sequence[Operator]) -> list[tuple[nn.Module | None, list[Operator]]]:
+    """Return each child of ``node`` with its operators; ``None`` with the operators of ``node`` itself."""
+    # Reversed, so that the first child counts of those that share a module.
+    child_of = {id(module): child for child in reversed(list(node.children())) for module in child.modules()}
+    parts: dict[int, tuple[nn.Module | None, list[Operator]]] = {}
     for operator in operators:
-        parts.setdefault(child_of.get(id(operator.module), -1), []).append(operator)
+        child = child_of.get(id(operator.module))
+        parts.setdefault(id(child), (child, []))[1].append(operator)
     return list(parts.values())
 
 
@@ -202,21 +199,17 @@ def _composes(node: nn.Module) -> bool:
 
 
 class Groups:
-    """Disjoint sets of numbers that are joined one after another."""
+    """Disjoint sets of the numbers below ``count``, which are joined one after another."""
 
-    def __init__(self, numbers: Iterable[int]) -> None:
-        self._root_of = {number: number for number in numbers}
+    def __init__(self, count: int) -> None:
+        self._roots = list(range(count))  # the least number of each number's set
 
     def join(self, numbers: Iterable[int]) -> None:
         """Join all sets that hold one of the numbers."""
-        roots = {self._root_of[number] for number in numbers}
-        if roots:
-            least = min(roots)
-            self._root_of = {number: least if root in roots else root for number, root in self._root_of.items()}
+        roots = {self._roots[number] for number in numbers}
+        least = min(roots, default=0)
+        self._roots = [least if root in roots else root for root in self._roots]
 
     def sets(self) -> list[list[int]]:
         """Return the sets, each in order."""
-        sets: dict[int, list[int]] = {}
-        for number, root in self._root_of.items():
-            sets.setdefault(root, []).append(number)
-        return list(sets.values())
+        return list(_positions_of(self._roots).values())

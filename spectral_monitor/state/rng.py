@@ -86,12 +86,7 @@ class AutocastState:
     def now(cls, module: nn.Module) -> AutocastState:
         """Return the autocast of the CPU and of the module's own devices."""
         devices = {"cpu", *(p.device.type for p in module.parameters())} - {"meta"}
-        return cls(
-            tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in sorted(devices)
-            )
-        )
+        return cls(tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(devices)))
 
     @property
     def halves(self) -> bool:

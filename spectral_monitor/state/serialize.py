@@ -64,10 +64,8 @@ def host_copy(tensor: Tensor, where: str) -> Tensor:
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
     if not plain or tensor.is_quantized or tensor.is_meta or is_lazy(tensor):
         raise NotPlainError(f"{where} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}")
-    plain_copy = torch.empty(
-        tensor.shape, dtype=tensor.dtype, device="cpu"
-    )  # saves a view without the rest of its base
-    return plain_copy.copy_(tensor.detach())
+    # A new tensor, because a view would be saved with all of its base.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
 def pack_state(module: nn.Module) -> Packed:

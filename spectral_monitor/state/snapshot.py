@@ -132,9 +132,8 @@ class Snapshot:
         try:
             return self._record(value, type(value), depth)
         except Exception as error:
-            self.read_error = self.read_error or error.with_traceback(
-                None
-            )  # a traceback keeps the stack's objects alive
+            # A traceback would keep the objects of the stack alive.
+            self.read_error = self.read_error or error.with_traceback(None)
             self._refuse(value, f"it cannot be read ({type(error).__name__}: {error})")
             return ()
 

@@ -215,8 +215,8 @@ class CallRecorder:
     def _chosen(self, i: int, count: int, device: torch.device) -> Tensor | None:
         """Return the rows to keep of one more call; ``None`` for all of them.
 
-        If a layer has too many calls to keep ``max_rows`` of each, the calls together keep half of ``max_rows``. So
-        they are thinned out again only when their rows have doubled.
+        If the calls of a layer together have more than ``max_rows`` rows, each keeps its share of half as many. So they
+        are thinned out again only when their rows have doubled.
         """
         calls = self.calls.get(i, ())
         if self._max_rows is None or not calls:

@@ -55,7 +55,7 @@ def _networks(calls: Sequence[OperatorCall], trainers: Mapping[int, Hashable]) -
         connected["root", call.root].append(position)
         if call.layer in trainers:
             connected["trainer", trainers[call.layer]].append(position)
-    groups = Groups(range(len(calls)))
+    groups = Groups(len(calls))
     for positions in connected.values():
         groups.join(positions)
     return [[calls[position] for position in group] for group in sorted(groups.sets(), key=max)]

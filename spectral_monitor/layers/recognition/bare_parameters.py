@@ -192,7 +192,8 @@ class _Function:
                 case ast.UnaryOp() | ast.IfExp() | ast.NamedExpr():
                     pass
                 case ast.Subscript() if parent.value is node:
-                    kept = [_keeps_rows(index) for index in _indices(parent.slice)]
+                    indices = parent.slice.elts if isinstance(parent.slice, ast.Tuple) else [parent.slice]
+                    kept = [_keeps_rows(index) for index in indices]
                     one_of_stack = value.stack and not kept[0] and all(kept[1:])
                     outcome = value if all(kept) or one_of_stack else set() if kept[0] or value.stack else {"table"}
                 case ast.List() | ast.Tuple():
@@ -281,10 +282,6 @@ def _called(call: ast.Call) -> str:
     """Return the last part of a function's name."""
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
-def _indices(index: ast.AST) -> list[ast.AST]:
-    return list(index.elts) if isinstance(index, ast.Tuple) else [index]
 
 
 def _keeps_rows(index: ast.AST) -> bool:

@@ -11,7 +11,7 @@ import re
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from spectral_monitor.layers.layout import Layout
+from spectral_monitor.layers.layout import Kind, Layout
 
 _INPUTS = re.compile(r"(^|_)(in|input|inputs)(_|$)")
 _OUTPUTS = re.compile(r"(^|_)(out|output|outputs)(_|$)")
@@ -42,9 +42,10 @@ def linear_layout(module: nn.Module, shape: tuple[int, ...]) -> Layout | None:
         return None
     if not inputs and not outputs:
         inputs, outputs = ({*shape}, {bias}) if bias else (set(), set())
-    for kind, (rows, columns) in (("linear", shape), ("transposed", shape[::-1])):
+    kinds: tuple[Kind, Kind] = ("linear", "transposed")
+    for kind, (rows, columns) in zip(kinds, (shape, shape[::-1]), strict=True):
         if rows in outputs and columns in inputs and bias in (0, rows):
-            return Layout("linear" if kind == "linear" else "transposed", shape)
+            return Layout(kind, shape)
     return None
 
 
