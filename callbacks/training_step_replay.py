@@ -33,7 +33,7 @@ class TrainingStepReplay(Replayable):
     def output(self) -> Any:
         """Return the output of the step."""
         step: Any = self.module.training_step
-        arguments = (clone_tree(self.given), self._batch_idx)[: 2 if _takes_index(step) else 1]
+        arguments = (clone_tree(self.arguments), self._batch_idx)[: 2 if _takes_index(step) else 1]
         with self.randomness.replayed(), precisely(self.module) if self._precisely else nullcontext():
             output = step(*arguments)
             self.drew = not self.randomness.same(RandomState.now())
@@ -43,7 +43,7 @@ class TrainingStepReplay(Replayable):
         """Return the call in plain types, see :meth:`.Replayable.pack`."""
         return {
             "kind": "training_step",
-            "batch": pack(self.given, "batch"),
+            "batch": pack(self.arguments, "batch"),
             "batch_idx": self._batch_idx,
             "state": pack_state(self.module),
             "randomness": self.randomness.pack(),

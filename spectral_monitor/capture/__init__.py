@@ -1,1 +1,1 @@
-"""One optimizer step seen from outside, and the same forward once more after it."""
+"""Hooks that record one optimizer step, and replays of its forward pass afterwards."""

@@ -1,4 +1,4 @@
-"""Models and optimizers of the user inside the wrappers of training frameworks."""
+"""The user's models and optimizers inside the wrappers of training frameworks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from spectral_monitor.messages import joined
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the user's own module inside a wrapper, the module itself if it is none.
+    """Return the user's module inside a wrapper, or the module itself if it is no wrapper.
 
-    Wrappers are torch's parallel ones, and those of a class with a *property* ``module`` (Fabric's), which a user's
-    child of that name is not; neither may hold parameters besides.
+    Wrappers are torch's parallel modules, and modules whose class has a *property* ``module`` (Fabric's); a user's
+    child of that name is no property. A wrapper holds no parameters of its own.
 
     Example:
         >>> net = nn.Linear(2, 3)
@@ -33,10 +33,10 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer around whose ``step`` torch calls hooks: itself, or the one it holds as ``optimizer``.
+    """Return the optimizer whose ``step`` has torch's hooks: this one, or the one that it wraps as ``optimizer``.
 
-    Fabric's and Accelerate's wrappers call themselves optimizers, but never went through ``Optimizer.__init__``. An
-    optimizer that did is taken as it is, even if it works through another one (Lookahead, say): its step is the step.
+    Fabric's and Accelerate's wrappers derive from ``Optimizer``, but do not run its ``__init__``. An optimizer that
+    does is not unwrapped, even if it steps another one (Lookahead, for example).
 
     Example:
         >>> import torch
@@ -44,7 +44,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
         >>> unwrap_optimizer(sgd) is sgd
         True
     """
-    while not getattr(getattr(type(optimizer), "step", None), "hooked", False):  # torch's own mark
+    while not getattr(getattr(type(optimizer), "step", None), "hooked", False):  # set by torch
         inside = getattr(optimizer, "optimizer", None)
         if not isinstance(inside, Optimizer) or inside is optimizer:
             break
@@ -53,7 +53,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer holds, in the order of its groups."""
+    """Return the parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -61,23 +61,22 @@ def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
     """Return the optimizers of a model, one or several, without their wrappers.
 
     Raises:
-        TypeError: something is no optimizer, or there is none.
+        TypeError: an item is no optimizer, or there is none.
         ValueError: an optimizer is given twice, none holds a parameter of the model, or one holds a parameter on the
             meta device.
     """
-    found = [unwrap_optimizer(item) for item in (optimizer if isinstance(optimizer, Iterable) else [optimizer])]
-    if not found or not all(isinstance(item, Optimizer) for item in found):
+    optimizers = [unwrap_optimizer(item) for item in (optimizer if isinstance(optimizer, Iterable) else [optimizer])]
+    if not optimizers or not all(isinstance(item, Optimizer) for item in optimizers):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
-    for place, item in enumerate(found):
-        if any(item is other for other in found[:place]):
+    for i, item in enumerate(optimizers):
+        if any(item is other for other in optimizers[:i]):
             raise ValueError(f"optimizer: the same {type(item).__name__} is given twice; give each optimizer once")
-    mine = {id(p): name for name, p in model.named_parameters()}
-    held = [p for item in found for p in parameters_of(item) if id(p) in mine]
-    if mine and not held:
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimized = [p for item in optimizers for p in parameters_of(item) if id(p) in names]
+    if names and not optimized:
         kind = type(model).__name__
         raise ValueError(f"the optimizer holds no parameter of the model ({kind}): it is another model's, or a copy's")
-    empty = [mine[id(p)] for p in held if p.is_meta]
-    if empty:
-        names = joined(empty, 3)
-        raise ValueError(f"{names}: on the meta device, without values; give them values, then make the optimizer")
-    return found
+    if empty := [names[id(p)] for p in optimized if p.is_meta]:
+        listed = joined(empty, 3)
+        raise ValueError(f"{listed}: on the meta device, without values; give them values, then make the optimizer")
+    return optimizers

@@ -125,7 +125,13 @@ def pack_probe(probe: Probe | None, layers: Sequence[Layer]) -> dict[str, Any] |
         return None
     outputs = {
         layers[i].info.name: [
-            [None if call.index is None else host_copy(call.index, "rows"), call.h, call.again, call.count, call.pool]
+            [
+                None if call.index is None else host_copy(call.index, "rows"),
+                call.h,
+                call.rerun_count,
+                call.count,
+                call.pool,
+            ]
             for call in calls
         ]
         for i, calls in probe.outputs.items()

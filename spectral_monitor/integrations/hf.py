@@ -186,7 +186,7 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         """Return the number of losses that add up to the step's; 1 unless models divide by its number of tokens."""
         assert self.probe is not None
         engine = self.probe._engine
-        if all(call.given[1].get("num_items_in_batch") is None for call in engine.calls):
+        if all(call.arguments[1].get("num_items_in_batch") is None for call in engine.calls):
             return 1
         if engine.processes is None or not args.average_tokens_across_devices:
             return self._micro_batches

@@ -1,4 +1,4 @@
-"""Inspection of models: their matrices with name, role, blocks and fans, and what is not measured and why."""
+"""Inspection of models: their matrices with name, role, blocks and fans; unmeasured parameters with a reason."""
 
 from spectral_monitor.layers.compiled import compiled_modules, entrances, without_compiled
 from spectral_monitor.layers.inspect_model import Anatomy, Layer, Unmeasured, dissect

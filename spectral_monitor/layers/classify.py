@@ -1,4 +1,4 @@
-"""Classification of a single weight by the module that owns it and that module's place."""
+"""Classification of a single weight by the module that owns it and by that module's parent."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _NO_CALL = "no module call to hook"
 class Guess:
     """A guess at what a parameter is."""
 
-    suffix: str  # what follows the module's name in the layer's name
-    role: str = ""  # as measured
-    layout: Layout | None = None  # as measured; without it the parameter is not measured, for ``reason``
-    module: nn.Module | None = None  # whose calls give features
+    suffix: str  # follows the module's name in the layer's name
+    role: str = ""
+    layout: Layout | None = None  # ``None`` if the parameter is not measured, for ``reason``
+    module: nn.Module | None = None  # its calls give features
     channels_first: bool = False
     no_features: str = _NO_CALL
     note: str = ""
     reason: str = ""
-    bare: bool = False  # a parameter whose use is not known; a role the user gives it does not turn it around
+    bare: bool = False  # a parameter whose use is not known; a role that the user gives it does not transpose it
     unfit: bool = False  # no role makes it measurable
-    doubted: bool = False  # whether the first call has to show that the module works as its weight says
+    unverified: bool = False  # whether the first call must show that the outputs are inputs times weight
 
 
 ModuleSlot = tuple[nn.Module, str]
-"""The module that holds another one, and under which name."""
+"""The parent of a module, and the module's name there."""
 
 
-def classify(module: nn.Module, key: str, weight: Tensor, place: ModuleSlot | None = None) -> Guess:
-    """Guess role and layout of ``module.<key>``, a parameter or what is computed in its stead."""
+def classify(module: nn.Module, key: str, weight: Tensor, slot: ModuleSlot | None = None) -> Guess:
+    """Guess role and layout of ``module.<key>``: a parameter, or the weight computed in its place."""
     if reason := _unfit(weight):
         return Guess(key, reason=reason, unfit=True)
     if _is_hooked(module, key):
@@ -56,54 +56,59 @@ def classify(module: nn.Module, key: str, weight: Tensor, place: ModuleSlot | No
     if isinstance(module, _NORMS):
         return Guess(key, "vector", Layout("vector", shape))
     if key == "weight" and (guess := _known_module(module, shape)):
-        return _split(guess, place)
+        return _split(guess, slot)
     if len(shape) == 2 and (guess := _known_key(module, key, shape)):
         return guess
-    if _is_bias_of_stack(module, key, shape, place):
+    if _is_bias_of_stack(module, key, shape, slot):
         return Guess(key, "vector", Layout("vector", shape))
-    if known := experts_layout(module, key, shape):
-        return Guess(key, "operator", known[0], note=known[1])
+    if experts := experts_layout(module, key, shape):
+        layout, note = experts
+        return Guess(key, "operator", layout, note=note)
     if sum(size != 1 for size in shape) <= 1 and len(shape) != 2:
         return Guess(key, "vector", Layout("vector", shape))
     if len(shape) > 2 and all(size == 1 for size in shape[:-2]):
         shape = shape[-2:]
     if len(shape) == 2:
-        if use := use_of(module, key, place):
+        if use := use_of(module, key, slot):
             return _used(module, key, shape, use)
         if _TABLE.search(key):
             note = "bare parameter, taken for a table (tokens, d)"
             return Guess(key, "embedding", Layout("linear", shape), note=note, bare=True)
         return Guess(key, "operator", Layout("linear", shape), note="bare parameter, taken for (out, in)", bare=True)
-    if len(shape) == 3 and (use := use_of(module, key, place, stack=True)) in ("linear", "transposed"):
+    if len(shape) == 3 and (use := use_of(module, key, slot, stack=True)) in ("linear", "transposed"):
         kind: Kind = "experts" if use == "linear" else "experts_transposed"
-        each = f"multiplied as {'(out, in)' if use == 'linear' else '(in, out)'}"
-        return Guess(key, "operator", Layout(kind, shape, shape[0], shape[0]), note=f"{shape[0]} matrices, {each}")
+        note = f"{shape[0]} matrices, {_multiplied(use)}"
+        return Guess(key, "operator", Layout(kind, shape, shape[0], shape[0]), note=note)
     owner = type(module).__name__
     return Guess(key, reason=f"{len(shape)}-D parameter of {owner}: which axes are inputs and outputs is not known")
 
 
-def _is_bias_of_stack(module: nn.Module, key: str, shape: tuple[int, ...], place: ModuleSlot | None) -> bool:
-    """Return whether a parameter is the biases of matrices one behind the other, by its shape and its name or use."""
+def _is_bias_of_stack(module: nn.Module, key: str, shape: tuple[int, ...], slot: ModuleSlot | None) -> bool:
+    """Return whether a parameter is the biases of a stack of matrices, by its shape and by its name or use."""
     if not fits_stack(module, shape):
         return False
-    return key.endswith("bias") or use_of(module, key, place, stack=len(shape) == 3) == "added"
+    return key.endswith("bias") or use_of(module, key, slot, stack=len(shape) == 3) == "added"
+
+
+def _multiplied(use: Use) -> str:
+    return f"multiplied as {'(out, in)' if use == 'linear' else '(in, out)'}"
 
 
 def _used(module: nn.Module, key: str, shape: tuple[int, ...], use: Use) -> Guess:
-    """Return a matrix that its module holds itself and uses in a way that the source of its methods shows."""
+    """Return the guess for a bare matrix whose use is known from the source of its module."""
     if use == "elementwise":
         return Guess(key, "vector", Layout("vector", shape), note="multiplied entry by entry")
     if use == "table" or use == "added":
         note = "rows of it are looked up" if use == "table" else "rows of it are added"
         return Guess(key, "embedding", Layout("linear", shape), note=f"{note}: a table (tokens, d)")
-    layout, note = Layout(use, shape), f"multiplied as {'(out, in)' if use == 'linear' else '(in, out)'}"
+    layout, note = Layout(use, shape), _multiplied(use)
     if key == "weight" and holds_one_matrix(module):
-        return Guess("", "operator", layout, module, no_features="", note=note, doubted=True)
+        return Guess("", "operator", layout, module, no_features="", note=note, unverified=True)
     return Guess(key, "operator", layout, note=note)
 
 
 def _unfit(weight: Tensor) -> str:
-    """Return why a weight cannot be measured at all; empty if it can."""
+    """Return the reason why a weight cannot be measured in any role; empty if it can."""
     if isinstance(weight, UninitializedParameter):
         return "not initialised: run one batch through the model before"
     if not weight.is_floating_point():
@@ -118,22 +123,23 @@ def _unfit(weight: Tensor) -> str:
 
 
 def _is_hooked(module: nn.Module, key: str) -> bool:
-    """Return whether some hook that is not known seems to compute another weight from this one."""
+    """Return whether an unknown hook seems to compute another weight from this one."""
     base = key.rpartition("_")[0]
     return key.endswith(("_g", "_v", "_orig")) and base in dir(module) and base not in module._parameters
 
 
-def _split(guess: Guess, place: ModuleSlot | None) -> Guess:
-    """Return a known matrix with the blocks it is fused of, if its place suggests any."""
+def _split(guess: Guess, slot: ModuleSlot | None) -> Guess:
+    """Return a known matrix with its fused blocks, if its parent and its name there suggest any."""
     layout = guess.layout
-    if place is None or layout is None or guess.role != "operator" or layout.kind not in ("linear", "transposed"):
+    if slot is None or layout is None or guess.role != "operator" or layout.kind not in ("linear", "transposed"):
         return guess
     outputs = layout.fan_out
-    split = split_of(*place, outputs, layout.fan_in)
+    split = split_of(*slot, outputs, layout.fan_in)
     if split is None:
         return guess
     if not split.fits(outputs):
-        note = f"its name says {split.what}, but how its {outputs} outputs are shared out is not known: one block"
+        unknown = f"how its {outputs} outputs are shared out is not known"
+        note = f"its name says {split.block_names}, but {unknown}: one block"
         return replace(guess, note="; ".join(filter(None, (note, guess.note))))
     sizes = split.sizes if len(set(split.sizes)) > 1 else ()
     layout = replace(layout, blocks=len(split.sizes), sizes=sizes, repeats=split.repeats)
@@ -141,7 +147,7 @@ def _split(guess: Guess, place: ModuleSlot | None) -> Guess:
 
 
 def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
-    """Modules whose ``weight`` is their matrix: the layer is named after the module."""
+    """Return the guess for the ``weight`` of a known class of modules: the layer is named after the module."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Guess("", "embedding", Layout("linear", shape), module, no_features="")
     if isinstance(module, (*_CONV, *_CONV_TRANSPOSED)):
@@ -154,20 +160,20 @@ def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
         return Guess("", "operator", layout, module, channels_first=True, no_features="", note=note)
     if isinstance(module, nn.Linear) and len(shape) == 2:
         if is_a(module, "NonDynamicallyQuantizableLinear"):
-            why = "MultiheadAttention uses the weight without calling the module"
-            return Guess("", "operator", Layout("linear", shape), no_features=why)
+            reason = "MultiheadAttention uses the weight without calling the module"
+            return Guess("", "operator", Layout("linear", shape), no_features=reason)
         return Guess("", "operator", Layout("linear", shape), module, no_features="")
-    # Hugging Face's Conv1D, a Linear with a transposed weight; known by name so that transformers is not imported.
+    # Hugging Face's Conv1D, a Linear with a transposed weight; recognized by name, without importing transformers.
     if is_a(module, "Conv1D") and hasattr(module, "nf") and len(shape) == 2:
         return Guess("", "operator", Layout("transposed", shape), module, no_features="")
     if isinstance(module, InputsFirst):
         return Guess("", "operator", Layout("transposed", shape), module, no_features="", note=module.reason)
-    alike = linear_layout(module, shape)
-    return None if alike is None else Guess("", "operator", alike, module, no_features="", doubted=True)
+    linear = linear_layout(module, shape)
+    return None if linear is None else Guess("", "operator", linear, module, no_features="", unverified=True)
 
 
 def _reads_patches(module: nn.Module) -> bool:
-    """Return whether a convolution reads each input once, so that it is one matrix that maps patches to outputs."""
+    """Return whether a convolution reads each input once, so that it is one matrix from patches to outputs."""
     return (
         isinstance(module, _CONV)
         and module.stride == module.kernel_size
@@ -178,7 +184,7 @@ def _reads_patches(module: nn.Module) -> bool:
 
 
 def _known_key(module: nn.Module, key: str, shape: tuple[int, ...]) -> Guess | None:
-    """Matrices that modules hold under names of their own."""
+    """Return the guess for a matrix of torch's attention or recurrent modules, which have names of their own."""
     if isinstance(module, nn.MultiheadAttention) and key.endswith("_proj_weight"):
         blocks = 3 if key == "in_proj_weight" else 1
         note = f"{ATTENTION}, 3 blocks" if blocks == 3 else ""
@@ -192,7 +198,7 @@ def _known_key(module: nn.Module, key: str, shape: tuple[int, ...]) -> Guess | N
 
 
 def cast_layout(name: str, shape: tuple[int, ...], guess: Guess, role: str) -> Layout:
-    """Return the layout under an overriding role (an embedding's rows are tokens; an operator's are outputs)."""
+    """Return the layout under the user's role: the rows of an embedding are tokens, those of an operator outputs."""
     if role == "vector":
         return Layout("vector", shape)
     layout = guess.layout

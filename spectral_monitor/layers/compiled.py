@@ -1,4 +1,4 @@
-"""Layers inside compiled regions: a hook there would recompile them, or never be called."""
+"""Layers inside compiled regions: a hook there would force a recompilation, or never be called."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ REASON = "inside a compiled module, where a hook would force a recompilation"
 
 def compiled_modules(root: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost compiled modules by name; the root's is empty."""
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     inside: set[int] = set()
     for name, module in named_modules(root):
         if id(module) not in inside and _is_compiled(module):
-            found[name] = module
+            outermost[name] = module
             inside.update(id(part) for part in module.modules())
-    return found
+    return outermost
 
 
 def entrances(root: nn.Module, compiled: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules whose calls are seen from outside: all that are not in the middle of a compiled region.
+    """Return the modules whose calls hooks can see: those outside compiled regions, and those that are one.
 
-    Nothing is seen of a LightningModule that was compiled: its ``training_step`` is one region, with all it calls.
+    No call of a compiled LightningModule can be seen: its ``training_step`` and everything it calls are one region.
     """
     hidden: set[int] = set()
     for module in compiled:
-        whole = bool(getattr(module, "_compiler_ctx", None))
-        hidden.update(id(part) for part in module.modules() if whole or part is not module)
+        is_lightning = bool(getattr(module, "_compiler_ctx", None))
+        hidden.update(id(part) for part in module.modules() if is_lightning or part is not module)
     return [module for module in root.modules() if id(module) not in hidden]
 
 
 def without_compiled(anatomy: Anatomy, compiled: Iterable[nn.Module]) -> Anatomy:
-    """Return the anatomy with no features of layers inside compiled modules, and a note that says so."""
+    """Return the anatomy without the features of layers inside compiled modules, and with a note that says so."""
     inside = {id(part) for module in compiled for part in module.modules()}
 
-    def shut(layer: Layer) -> Layer:
+    def strip(layer: Layer) -> Layer:
         if layer.module is None or id(layer.module) not in inside:
             return layer
         note = join_notes(layer.note, f"features: {REASON}")
         return replace(layer, module=None, no_features=REASON, note=note)
 
-    return replace(anatomy, layers=tuple(map(shut, anatomy.layers)), nodes=tuple(map(shut, anatomy.nodes)))
+    return replace(anatomy, layers=tuple(map(strip, anatomy.layers)), nodes=tuple(map(strip, anatomy.nodes)))
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)``, ``module.compile()`` or a compiled ``forward``; of a LightningModule too."""
+    """Return whether ``torch.compile`` was applied to a module, its ``forward`` or a LightningModule."""
     forward = vars(module).get("forward", type(module).forward)
     return (
         getattr(module, "_orig_mod", None) is not None

@@ -20,14 +20,14 @@ class Layout:
 
     # ``"linear"`` (out, in); ``"transposed"`` (in, out); ``"experts"`` (groups, out, in); ``"experts_transposed"``
     # (groups, in, out); ``"conv"`` (out, in / groups, *taps); ``"patches"`` (out, in, *taps), a convolution whose
-    # inputs do not overlap: one matrix (out, in * taps); ``"conv_transposed"`` (in, out / groups, *taps); ``"vector"``:
-    # any shape, one column
+    # patches do not overlap: one matrix (out, in * taps); ``"conv_transposed"`` (in, out / groups, *taps);
+    # ``"vector"``: any shape, one column
     kind: Kind
-    shape: tuple[int, ...]  # the parameter's shape, leading dimensions of 1 left out
-    blocks: int = 1  # matrices stacked along the output (a grouped convolution's groups and experts are blocks too)
-    groups: int = 1  # of a convolution, or how many experts
-    repeats: int = 1  # how often the blocks take turns along the output, once per attention head for instance
-    sizes: tuple[int, ...] = ()  # outputs of each block at one turn, where blocks differ
+    shape: tuple[int, ...]  # the parameter's shape, without leading dimensions of 1
+    blocks: int = 1  # matrices stacked along the output; groups of a convolution and experts are blocks too
+    groups: int = 1  # groups of a convolution, or number of experts
+    repeats: int = 1  # turns that the blocks take along the output, for example one per attention head
+    sizes: tuple[int, ...] = ()  # outputs of each block at one turn, if blocks differ
 
     def __post_init__(self) -> None:
         rows = self.outputs
@@ -43,36 +43,36 @@ class Layout:
 
     @property
     def outputs(self) -> int:
-        """Outputs of all blocks."""
+        """Number of outputs of all blocks."""
         if self.kind == "vector":
             return max(1, math.prod(self.shape))
         return self.shape[self.axes[0]] * self.outer_groups
 
     @property
     def outer_groups(self) -> int:
-        """Groups that do not lie along the dimension of outputs."""
+        """Number of groups that do not lie along the dimension of outputs."""
         return self.groups if self.kind.startswith("experts") or self.kind == "conv_transposed" else 1
 
     @property
     def axes(self) -> tuple[int, int]:
-        """Dimensions of outputs and inputs; not of a vector."""
+        """Dimensions of outputs and inputs; vectors have none."""
         return _AXES.get(self.kind, (0, 1))
 
     @property
     def fan_out(self) -> int:
-        """Outputs of one block, the largest."""
+        """Number of outputs of the largest block."""
         return max(self.fan_outs)
 
     @property
     def fan_outs(self) -> tuple[int, ...]:
-        """Outputs of each block."""
+        """Number of outputs of each block."""
         if self.sizes:
             return tuple(size * self.repeats for size in self.sizes)
         return (self.outputs // self.blocks,) * self.blocks
 
     @property
     def fan_in(self) -> int:
-        """Inputs of one block."""
+        """Number of inputs of one block."""
         if self.kind == "vector":
             return 1
         if self.kind == "patches":
@@ -81,11 +81,11 @@ class Layout:
 
     @property
     def taps(self) -> int:
-        """Spatial positions of a convolution kernel that are a matrix each."""
+        """Number of spatial positions of a convolution kernel; each is a matrix."""
         return math.prod(self.shape[2:]) if self.kind.startswith("conv") else 1
 
     def canonical(self, box: Tensor) -> Tensor:
-        """Return a box of the parameter as (taps, outer groups, outputs, inputs), a view."""
+        """Return a rectangular part of the parameter as (taps, outer groups, outputs, inputs), a view."""
         if self.kind == "vector":
             return box.reshape(1, 1, -1, 1)
         if self.kind.startswith("conv"):
@@ -100,11 +100,11 @@ class Layout:
     def stack(self, parameter: Tensor) -> Tensor:
         """Return the matrices (taps, blocks, fan_out, fan_in) of a tensor of the parameter's size.
 
-        A view, unless blocks take turns or differ in size: smaller ones then end in rows of zeros, which change no
-        norm and no inner product.
+        The result is a view unless blocks take turns or differ in size. Smaller blocks then end in rows of zeros, which
+        change no norm and no inner product.
         """
         parameter = parameter.reshape(self.shape)
-        if self.kind == "linear" and self.blocks == 1:  # most of all
+        if self.kind == "linear" and self.blocks == 1:  # the most frequent case
             return parameter[None, None]
         turns: Tensor = self.canonical(parameter).unflatten(2, (self.repeats, -1))
         if not self.sizes:
@@ -116,7 +116,7 @@ class Layout:
         return padded
 
     def inputs(self, rows: Tensor) -> Tensor:
-        """Input rows (rows, in) as each block sees them: (blocks or 1, rows, fan_in)."""
+        """Return input rows (rows, in) as each block sees them: (blocks or 1, rows, fan_in)."""
         if self.groups == 1 or not self.kind.startswith("conv"):
             return rows.unsqueeze(0)
         by_group: Tensor = rows.unflatten(1, (self.groups, -1)).transpose(0, 1)

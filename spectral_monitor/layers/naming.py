@@ -13,38 +13,43 @@ from spectral_monitor.suggestions import listed
 
 T = TypeVar("T")
 
-# Containers that wrap a user's module under these names; the names never reach a log.
+# Wrappers hold a user's module under these names, which never reach a log.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_ADAPTED = "base_layer"  # what peft calls the layer it adapts
+_ADAPTED = "base_layer"  # peft's name for the layer that it adapts
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module once with its name, wrapper prefixes left out; the root's name is empty."""
-    seen: set[int] = set()
+    """Yield every module once with its name, without prefixes of wrappers; the root's name is empty."""
+    visited: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:  # by identity: some modules overload ==
+        if id(module) in visited:  # by identity: some modules overload ==
             return
-        seen.add(id(module))
+        visited.add(id(module))
         yield name, module
         for child_name, child in module.named_children():
-            hidden = child_name in _WRAPPERS or (child_name == "module" and isinstance(module, PARALLEL))
+            hidden = _names_wrapped(child_name, module)
             yield from walk(child, name if hidden else join(name, child_name))
 
     return walk(root, "")
 
 
-def places(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
-    """Module's id -> the module that holds it and under which name, wrappers and adapters passed over."""
-    found: dict[int, tuple[nn.Module, str]] = {}
+def module_slots(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """Return id of a module -> its parent and its name there, as if there were no wrappers and adapters."""
+    slots: dict[int, tuple[nn.Module, str]] = {}
     for module in root.modules():
         for name, child in module.named_children():
-            hidden = name in _WRAPPERS or name == _ADAPTED or (name == "module" and isinstance(module, PARALLEL))
-            place = found.get(id(module)) if hidden else (module, name)
-            if place is not None:
-                found.setdefault(id(child), place)
-    return found
+            hidden = name == _ADAPTED or _names_wrapped(name, module)
+            slot = slots.get(id(module)) if hidden else (module, name)
+            if slot is not None:
+                slots.setdefault(id(child), slot)
+    return slots
+
+
+def _names_wrapped(name: str, parent: nn.Module) -> bool:
+    """Return whether a module holds under this name the module that it wraps."""
+    return name in _WRAPPERS or (name == "module" and isinstance(parent, PARALLEL))
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
@@ -53,38 +58,38 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def label(name: str, module: nn.Module) -> str:
-    """Return how a sentence names a module: in quotes, or the root by its class."""
+    """Return a module's name for a sentence: in quotes; for the root, its class."""
     return repr(name) if name else type(module).__name__
 
 
 def join(*parts: str) -> str:
-    """Dotted name of the non-empty parts."""
+    """Join the non-empty parts with dots."""
     return ".".join(part for part in parts if part)
 
 
 def matches(patterns: Iterable[str], *names: str) -> bool:
-    """Return whether any fnmatch pattern fits any of the names, or is one of them."""
+    """Return whether any of the names matches an fnmatch pattern or equals it."""
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def first_match(choices: Mapping[str, T], *names: str) -> T | None:
-    """Return the choice of the first pattern that fits any of the names; ``None`` if no pattern does."""
+    """Return the choice of the first pattern that matches any of the names; ``None`` if no pattern does."""
     return next((choice for pattern, choice in choices.items() if matches([pattern], *names)), None)
 
 
 def check_counts(argument: str, counts: Mapping[str, int]) -> None:
-    """Raise a ValueError for a pattern whose number, of blocks or heads as the argument says, is no integer >= 1."""
+    """Raise a ValueError for a pattern whose number of blocks or heads is no integer >= 1."""
     for pattern, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            told = f"the number of {argument} must be an integer >= 1, got {count!r}"
-            raise ValueError(f"{argument}: {pattern!r}: {told}")
+            message = f"the number of {argument} must be an integer >= 1, got {count!r}"
+            raise ValueError(f"{argument}: {pattern!r}: {message}")
 
 
-def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str], of: str = "layer") -> None:
-    """Refuse patterns that match nothing; ``of``: what names are those of.
+def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str], noun: str = "layer") -> None:
+    """Refuse patterns that match none of the names; ``noun``: the kind of named objects, for the message.
 
     Raises:
-        ValueError: naming the argument, the pattern and the names there are.
+        ValueError: naming the argument, the pattern and the available names.
     """
     names = list(names)
     for pattern in patterns:
@@ -92,4 +97,4 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Iterable[str],
             close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             shown = listed(names) or "none"
-            raise ValueError(f"{argument}: pattern {pattern!r} matches no {of}.{hint} {of.title()}s: {shown}")
+            raise ValueError(f"{argument}: pattern {pattern!r} matches no {noun}.{hint} {noun.title()}s: {shown}")

@@ -1,4 +1,4 @@
-"""Nodes: modules whose outputs are measured although they have no weight, such as the blocks of a transformer."""
+"""Nodes: modules without a weight whose outputs are measured, such as the blocks of a transformer."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ SHARED_BATCH = "several processes share a batch, and which rows of a module's ou
 
 
 def node_layers(
-    root: nn.Module, patterns: Sequence[str], measured: Collection[str], why_not: str = ""
+    root: nn.Module, patterns: Sequence[str], measured: Collection[str], no_features: str = ""
 ) -> tuple[Layer, ...]:
-    """Return the modules that some patterns name, as layers that have features only.
+    """Return the modules that match some patterns, as layers that have only features.
 
-    All signal passes through the output of a block or of the last normalization: they are the cut nodes of The Feature
-    Speed Formula, Eq. 1. A module that is a measured layer by itself is left out, for its features are known.
+    All signals pass through the output of a block or of the last normalization: these are the cut nodes of The Feature
+    Speed Formula, Eq. 1. A module that is itself a measured layer is left out, because its features are known.
 
     Args:
-        patterns: fnmatch patterns on module names; ``blocks.*`` means the blocks, and not what is in them.
+        patterns: fnmatch patterns on module names; ``blocks.*`` means the blocks, not the modules inside them.
         measured: names of measured layers.
-        why_not: why their features cannot be had; empty if they can.
+        no_features: the reason why features cannot be measured; empty if they can.
 
     Raises:
-        ValueError: a pattern that matches no module.
+        ValueError: a pattern matches no module.
     """
-    containers = (nn.ModuleList, nn.ModuleDict)  # which are never called
+    containers = (nn.ModuleList, nn.ModuleDict)  # they are never called
     modules = {name: module for name, module in named_modules(root) if name and not isinstance(module, containers)}
     for pattern in patterns:
         if not any(_names(pattern, name) for name in modules):
@@ -41,9 +41,9 @@ def node_layers(
             info=LayerInfo(name, NODE, 1, 1, ()),
             sources=(),
             layout=Layout("vector", ()),
-            module=None if why_not else module,
-            no_features=why_not,
-            note=f"features: {why_not}" if why_not else "",
+            module=None if no_features else module,
+            no_features=no_features,
+            note=f"features: {no_features}" if no_features else "",
         )
         for name, module in modules.items()
         if name not in measured and any(_names(pattern, name) for pattern in patterns)
@@ -51,5 +51,5 @@ def node_layers(
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Return whether a pattern fits a name of as many parts, so that ``blocks.*`` means blocks and not their parts."""
+    """Return whether a name matches a pattern and has as many parts: ``blocks.*`` does not match ``blocks.0.attn``."""
     return pattern.count(".") == name.count(".") and matches([pattern], name)

@@ -1,4 +1,4 @@
-"""Weights in use that are computed from what is trained: parametrizations, and the hooks there were before them."""
+"""Weights that are computed from trained parameters: by parametrizations, or by the older hooks."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from spectral_monitor.state.snapshot import Snapshot
 class Computed:
     """A weight that is computed."""
 
-    sources: tuple[nn.Parameter, ...]  # the parameters it is computed from
-    weight: Callable[[], Tensor]  # computes it as the last forward did, without a trace
-    modules: tuple[nn.Module, ...] = ()  # those that are there for nothing else
+    sources: tuple[nn.Parameter, ...]
+    weight: Callable[[], Tensor]  # computes it as the last forward did, without side effects
+    modules: tuple[nn.Module, ...] = ()  # modules whose only purpose is to compute it
 
 
 def computed_weights(module: nn.Module) -> dict[str, Computed]:
-    """Name in ``module`` -> weight, for those computed from at least one parameter."""
-    found: dict[str, Computed] = {}
+    """Return name in ``module`` -> weight, for each weight that is computed from at least one parameter."""
+    weights: dict[str, Computed] = {}
     if is_parametrized(module):
         assert isinstance(module.parametrizations, nn.ModuleDict)
-        for key, made in module.parametrizations.items():
-            assert isinstance(made, ParametrizationList)
-            found[key] = Computed(tuple(made.parameters()), partial(_parametrized, made), tuple(made.modules()))
+        for name, steps in module.parametrizations.items():
+            assert isinstance(steps, ParametrizationList)
+            weights[name] = Computed(tuple(steps.parameters()), partial(_parametrized, steps), tuple(steps.modules()))
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm):
             sources, compute = ("_g", "_v"), partial(hook.compute_weight, module)
-            found[hook.name] = _hooked(module, hook.name, sources, compute)
+            weights[hook.name] = _hooked(module, hook.name, sources, compute)
         elif isinstance(hook, SpectralNorm):
             compute = partial(hook.compute_weight, module, do_power_iteration=False)
-            found[hook.name] = _hooked(module, hook.name, ("_orig",), compute)
+            weights[hook.name] = _hooked(module, hook.name, ("_orig",), compute)
         elif isinstance(hook, BasePruningMethod):
             name = hook._tensor_name
-            found[name] = _hooked(module, name, ("_orig",), partial(hook.apply_mask, module))
-    return {key: computed for key, computed in found.items() if computed.sources}
+            weights[name] = _hooked(module, name, ("_orig",), partial(hook.apply_mask, module))
+    return {name: weight for name, weight in weights.items() if weight.sources}
 
 
 def _hooked(module: nn.Module, name: str, suffixes: tuple[str, ...], compute: Callable[[], Tensor]) -> Computed:
-    held = (module._parameters.get(name + suffix) for suffix in suffixes)
-    return Computed(tuple(p for p in held if p is not None), compute)
+    sources = (module._parameters.get(name + suffix) for suffix in suffixes)
+    return Computed(tuple(p for p in sources if p is not None), compute)
 
 
-def _parametrized(made: ParametrizationList) -> Tensor:
-    """Return the weight as in evaluation: power iterations wait for the next forward, and nothing random is added."""
+def _parametrized(steps: ParametrizationList) -> Tensor:
+    """Return the weight as in evaluation mode: without power iterations and without randomness."""
     with RandomState.now().replayed():
-        state = Snapshot(made, weights=False)
+        state = Snapshot(steps, weights=False)
         try:
-            for part in made.modules():
+            for part in steps.modules():
                 part.training = False
             with torch.no_grad():
-                weight: Tensor = made()
+                weight: Tensor = steps()
                 return weight
         finally:
             state.restore()

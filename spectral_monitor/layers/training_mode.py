@@ -1,4 +1,4 @@
-"""Modules that act differently in training: which of them are in evaluation mode, and how much they drop."""
+"""Dropouts and batch norms, which act differently in training: their modes, and how much they drop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 
 class TrainingModes:
-    """Looks at the dropouts and batch norms of the parts of a model that are trained, at one step after the other.
+    """The modes of dropouts and batch norms in the trained parts of a model, observed at one step after another.
 
-    A batch norm that has seen batches, and none of them in this run, is left in evaluation mode on purpose, as in
-    fine-tuning.
+    A batch norm that has seen batches, but none in this run, is in evaluation mode on purpose, as in fine-tuning. It
+    does not count.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
@@ -24,21 +24,20 @@ class TrainingModes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._judged: dict[str, bool] = {}  # batch norm -> whether it is to be in training mode, as far as is known
+        self._meant_to_train: dict[str, bool] = {}  # by name of a batch norm
 
     def look(self) -> dict[str, float]:
-        """Return the values of the whole network: the share of such modules that are in evaluation mode, 0 if there
-        are none; and the largest probability of a dropout.
+        """Return two values of the whole network: the share of such modules in evaluation mode, 0 if there are none;
+        and the largest probability of a dropout.
         """
-        found = list(self._acting())
-        dropped = [p for _, p in found]
+        modules = list(self._modules())
         return {
-            "eval_share": sum(not module.training for module, _ in found) / max(len(found), 1),
-            "dropout_largest": max(dropped, default=0.0),
+            "eval_share": sum(not module.training for module, _ in modules) / max(len(modules), 1),
+            "dropout_largest": max((p for _, p in modules), default=0.0),
         }
 
-    def _acting(self) -> Iterator[tuple[nn.Module, float]]:
-        """Yield modules of trained parts, and the probabilities with which they drop; 0 of batch norms."""
+    def _modules(self) -> Iterator[tuple[nn.Module, float]]:
+        """Yield the dropouts and batch norms of trained parts, each with its dropout probability, 0 of batch norms."""
         modules: dict[str, nn.Module] = dict(self._model.named_modules())
         for name, module in modules.items():
             part = modules.get(name.rpartition(".")[0], module)
@@ -51,14 +50,14 @@ class TrainingModes:
     def _is_meant_to_train(self, name: str, norm: _BatchNorm) -> bool:
         """Return whether a batch norm has trained in this run, or has never seen a batch."""
         if norm.training:
-            self._judged[name] = True
-        elif name not in self._judged:
-            self._judged[name] = _is_new(norm)
-        return self._judged[name]
+            self._meant_to_train[name] = True
+        elif name not in self._meant_to_train:
+            self._meant_to_train[name] = _is_new(norm)
+        return self._meant_to_train[name]
 
 
 def _is_new(norm: _BatchNorm) -> bool:
-    """Return whether the averages of a batch norm are what they begin with; counts are not always loaded with them."""
+    """Return whether a batch norm has its initial averages; its count of batches is not always loaded with them."""
     mean, variance = norm.running_mean, norm.running_var
     if mean is None or variance is None or mean.is_meta:
         return False

@@ -1,1 +1,1 @@
-"""State of objects: remembered, put back, serialized. It knows nothing of layers."""
+"""Snapshots of objects: taken, restored, serialized. This package does not know layers."""

@@ -1,4 +1,4 @@
-"""Copies that outlive a step of training, on the device or, to spare that, in host memory."""
+"""Copies that outlive a training step, on the device or, to save its memory, on the host."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool) -> Tensor:
-    """Return memory not yet written to; on the ``host`` it is pinned for a GPU, which copies there by itself."""
+def empty_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool) -> Tensor:
+    """Return uninitialized memory; on the ``host`` it is pinned, so that a GPU copies to it asynchronously."""
     if not host:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
@@ -18,8 +18,8 @@ def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: b
 def kept(tensor: Tensor, host: bool) -> Tensor:
     """Return a copy of a tensor's present values.
 
-    In the ``host``'s memory it may still be on its way: read it on the tensor's device alone.
+    A copy on the ``host`` may still be under way: read it on the tensor's device only.
     """
     if not host or tensor.layout != torch.strided:
         return tensor.clone()
-    return room(tensor.shape, tensor.dtype, tensor.device, host).copy_(tensor, non_blocking=True)
+    return empty_buffer(tensor.shape, tensor.dtype, tensor.device, host).copy_(tensor, non_blocking=True)

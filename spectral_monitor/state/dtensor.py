@@ -1,4 +1,4 @@
-"""Local parts of tensors that are sharded over processes."""
+"""Local parts of tensors that are sharded across processes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor, of which each process has its part."""
-    # Asked of every tensor of every step, and where torch has no distributed package too.
+    """Return whether a tensor is a DTensor, of which each process has a part."""
+    # Called for every tensor of every step, so it must be fast; it must also work without torch.distributed.
     return isinstance(tensor, Tensor) and hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a DTensor, detached, or the tensor itself; a view, without communication."""
+    """Return this process's part of a DTensor, or the tensor itself, as a detached view; no communication."""
     part: Tensor = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
-    wait = getattr(part, "wait", None)  # for a collective that is still under way
+    wait = getattr(part, "wait", None)  # a collective may still be under way
     part = wait() if callable(wait) else part
     return part.detach()

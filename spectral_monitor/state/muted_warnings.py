@@ -1,4 +1,4 @@
-"""Warnings of what is run again, which its first run has given already."""
+"""Silence for code that is rerun: its first run has shown the warnings already."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any
 from spectral_monitor.messages import SpectralMonitorWarning
 
 _lock = threading.Lock()
-_inside: Counter[int] = Counter()  # thread -> how deep
-_shown: Callable[..., None] = warnings.showwarning
+_muted_threads: Counter[int] = Counter()  # thread id -> nesting depth of muted_warnings
+_original_showwarning: Callable[..., None] = warnings.showwarning
 
 
 @contextmanager
 def muted_warnings() -> Iterator[None]:
-    """Show nobody the warnings that this thread gives inside; the monitor's own are shown.
+    """Hide the warnings that this thread raises inside, except the monitor's own.
 
-    Filters stay as they are, and so do the registries of what was shown: after ``warnings.catch_warnings`` Python would
-    show again what it shows once.
+    ``warnings.catch_warnings`` will not do: it invalidates the registries of shown warnings, so Python would repeat
+    warnings that it shows only once.
     """
-    global _shown
-    here = threading.get_ident()
+    global _original_showwarning
+    thread = threading.get_ident()
     with _lock:
-        if not _inside:
-            _shown, warnings.showwarning = warnings.showwarning, _show
-        _inside[here] += 1
+        if not _muted_threads:
+            _original_showwarning, warnings.showwarning = warnings.showwarning, _show
+        _muted_threads[thread] += 1
     try:
         yield
     finally:
         with _lock:
-            _inside[here] -= 1
-            if not _inside[here]:
-                del _inside[here]
-            if not _inside and warnings.showwarning is _show:
-                warnings.showwarning = _shown
+            _muted_threads[thread] -= 1
+            if not _muted_threads[thread]:
+                del _muted_threads[thread]
+            if not _muted_threads and warnings.showwarning is _show:
+                warnings.showwarning = _original_showwarning
 
 
-def _show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
-    if threading.get_ident() not in _inside or issubclass(category, SpectralMonitorWarning):
-        _shown(message, category, *rest, **more)
+def _show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+    if threading.get_ident() not in _muted_threads or issubclass(category, SpectralMonitorWarning):
+        _original_showwarning(message, category, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The context of a forward: the states of all random generators, and autocast."""
+"""The context of a forward pass: the states of all random generators, and autocast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spectral_monitor.state.serialize import Packed, pack, unpack
 
 @dataclass(frozen=True)
 class RandomState:
-    """Every global generator a forward may draw from; private ones are part of their module's state."""
+    """The state of every global generator that a forward may use; private ones are part of their module's state."""
 
     python: Any
     numpy: Any
@@ -33,12 +33,12 @@ class RandomState:
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda)
 
     def same(self, other: RandomState) -> bool:
-        """Return whether nothing was drawn between the two."""
+        """Return whether no random number was drawn between the two states."""
         numpy = sys.modules.get("numpy")
         arrays = [() if state is None else state for state in (self.numpy, other.numpy)]
-        drawn = numpy is not None and not all(numpy.array_equal(a, b) for a, b in zip(*arrays, strict=False))
+        numpy_drew = numpy is not None and not all(numpy.array_equal(a, b) for a, b in zip(*arrays, strict=False))
         tensors = zip((self.cpu, *self.cuda), (other.cpu, *other.cuda), strict=False)
-        return self.python == other.python and not drawn and all(torch.equal(a, b) for a, b in tensors)
+        return self.python == other.python and not numpy_drew and all(torch.equal(a, b) for a, b in tensors)
 
     def restore(self) -> None:
         """Set every generator to this state."""
@@ -55,10 +55,10 @@ class RandomState:
 
     @classmethod
     def unpack(cls, packed: Packed) -> RandomState:
-        """Return what was packed.
+        """Return the state that was packed.
 
         Raises:
-            ValueError: if it is of another number of GPUs.
+            ValueError: it comes from a machine with another number of GPUs.
         """
         python, numpy, cpu, cuda = unpack(packed, torch.device("cpu"))
         if cuda and len(cuda) != torch.cuda.device_count():
@@ -67,39 +67,34 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, generators start from this state; afterwards they are as they were."""
-        outside = RandomState.now()
+        """Start all generators from this state inside; restore them afterwards."""
+        previous = RandomState.now()
         self.restore()
         try:
             yield
         finally:
-            outside.restore()
+            previous.restore()
 
 
 @dataclass(frozen=True)
 class AutocastState:
-    """The mixed precision a forward ran under."""
+    """The mixed precision that a forward ran with."""
 
-    states: tuple[tuple[str, bool, torch.dtype], ...]
+    states: tuple[tuple[str, bool, torch.dtype], ...]  # device type, whether enabled, dtype
 
     @classmethod
     def now(cls, module: nn.Module) -> AutocastState:
         """Return the autocast of the CPU and of the module's own devices."""
         devices = {"cpu", *(p.device.type for p in module.parameters())} - {"meta"}
-        return cls(
-            tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in sorted(devices)
-            )
-        )
+        return cls(tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(devices)))
 
     @property
     def halves(self) -> bool:
-        """True if some of it computes in half precision."""
+        """True if a device computes in half precision."""
         return any(enabled and dtype.itemsize < 4 for _, enabled, dtype in self.states)
 
     def disabled(self) -> AutocastState:
-        """Return the same forward's, in full precision."""
+        """Return the state for the same forward in full precision."""
         return AutocastState(tuple((device, False, dtype) for device, _, dtype in self.states))
 
     def pack(self) -> Packed:
@@ -108,12 +103,12 @@ class AutocastState:
 
     @classmethod
     def unpack(cls, packed: Packed) -> AutocastState:
-        """Return what was packed."""
+        """Return the state that was packed."""
         return cls(tuple((device, enabled, getattr(torch, dtype)) for device, enabled, dtype in packed))
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, the same; without the cache of cast weights, which are stale after a step."""
+        """Enter the same autocast, without its cache of cast weights, which are stale after a step."""
         with ExitStack() as stack:
             for device, enabled, dtype in self.states:
                 if enabled or torch.is_autocast_enabled(device):

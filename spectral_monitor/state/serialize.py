@@ -1,6 +1,6 @@
 """From live objects to lists, strings, numbers and CPU tensors, which any process can load, and back.
 
-Every value becomes a list that begins with its kind. Only what ``torch.load(..., weights_only=True)`` reads is used.
+Every value becomes a list that begins with its kind. ``torch.load(..., weights_only=True)`` can read all of it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from spectral_monitor.state.snapshot import _TORCH_OWN, is_state
 
 Packed = list[Any]
 
-_LEFT: Packed = ["left"]
-"""Stands for what a replay does not rewind either (trainers, functions, weights): it stays as the model has it."""
+_UNCHANGED: Packed = ["left"]
+"""Stands for values that a replay does not rewind (trainers, functions, weights): they stay as the model has them."""
 
+_SCALARS = (type(None), bool, int, float, str)
 _BUILTIN = {"list": list, "set": set, "tuple": tuple, "dict": dict}
 
 
 class NotPlainError(TypeError):
-    """A value that cannot be told in plain types, or not be put back into the model available."""
+    """A value that plain types cannot express, or that cannot be put back into the current model."""
 
 
 def pack(value: Any, where: str) -> Packed:
     """Return a value made of numbers, strings, tensors, lists, tuples, sets and dicts.
 
     Raises:
-        NotPlainError: naming what is something else, and where it is.
+        NotPlainError: naming a value of another type, and where it is.
     """
     kind = type(value)
-    if kind in (type(None), bool, int, float, str):
+    if kind in _SCALARS:
         return ["value", value]
     if isinstance(value, Tensor):
         return ["tensor", host_copy(value, where), value.device.type, value.requires_grad]
@@ -50,7 +51,7 @@ def pack(value: Any, where: str) -> Packed:
 
 
 def unpack(packed: Packed, device: torch.device) -> Any:
-    """Return what :func:`pack` was given; tensors that were not on the CPU go to ``device``."""
+    """Return the value that :func:`pack` packed; tensors that were not on the CPU go to ``device``."""
     return _put(None, packed, device, "")
 
 
@@ -58,73 +59,73 @@ def host_copy(tensor: Tensor, where: str) -> Tensor:
     """Return a plain copy in host memory.
 
     Raises:
-        NotPlainError: if the tensor is sparse, quantized, without values or of a class of its own.
+        NotPlainError: the tensor is sparse, quantized, without values or of a class of its own.
     """
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
     if not plain or tensor.is_quantized or tensor.is_meta or is_lazy(tensor):
         raise NotPlainError(f"{where} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}")
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # compact, so that a view is saved alone
-    return copied.copy_(tensor.detach())
+    # A new tensor, because a view would be saved with all of its base.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
 def pack_state(module: nn.Module) -> Packed:
-    """Return what a :class:`~spectral_monitor.state.snapshot.Snapshot` without weights remembers of a module.
+    """Return the state that a :class:`~spectral_monitor.state.snapshot.Snapshot` without weights keeps of a module.
 
     Raises:
-        NotPlainError: naming what cannot be told in plain types.
+        NotPlainError: naming a value that plain types cannot express.
     """
     return _StatePacker().module(module, "the model")
 
 
 @torch.no_grad()
 def put_state(module: nn.Module, packed: Packed) -> None:
-    """Give a module, built like the one that was packed, its state. Wants to be inside ``preserved(module)``.
+    """Give a module, built like the one that was packed, its state. Call it inside ``preserved(module)``.
 
     Raises:
-        NotPlainError: if the module lacks a part, or has something else in its place.
+        NotPlainError: the module lacks a part, or has something else in its place.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     _put(module, packed, device, "the model")
 
 
 class _StatePacker:
-    """Objects that are met again are packed once: putting them back happens in place, so their other owners see it."""
+    """Packs each object once: it is restored in place, so all its owners see the restored state."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, object] = {}
+        self._packed: dict[int, object] = {}  # by id; holding the objects keeps the ids unique
         self._generators = objects.generator_types()
 
-    def _first(self, value: object) -> bool:
-        first = id(value) not in self._seen
-        self._seen[id(value)] = value
-        return first
+    def _is_new(self, value: object) -> bool:
+        new = id(value) not in self._packed
+        self._packed[id(value)] = value
+        return new
 
     def module(self, module: nn.Module, where: str) -> Packed:
         """Pack the attributes and buffers of a module and its parts."""
         parts = []
         for name, part in module.named_modules():
-            if self._first(part):
-                here = f"{where}.{name}" if name else where
-                plain = {key: value for key, value in vars(part).items() if _users(key)}
-                parts.append([name, self._items(plain, here), self._items(part._buffers, here)])
+            if self._is_new(part):
+                path = f"{where}.{name}" if name else where
+                attributes = {key: value for key, value in vars(part).items() if _is_users(key)}
+                parts.append([name, self._items(attributes, path), self._items(part._buffers, path)])
         return ["module", parts]
 
     def _items(self, items: dict[str, Any], where: str) -> list[list[Any]]:
         return [[key, self.value(value, f"{where}.{key}")] for key, value in items.items()]
 
     def value(self, value: Any, where: str) -> Packed:
-        """Pack whatever an attribute or container holds; ``_LEFT`` for what is not rewound either."""
+        """Pack the value of an attribute or of a container's item; ``_UNCHANGED`` if a replay does not rewind it."""
         kind = type(value)
-        if kind in (type(None), bool, int, float, str):
+        if kind in _SCALARS:
             return ["value", value]
         if isinstance(value, tuple):
             return ["tuple", kind.__name__, [self.value(item, f"{where}[{i}]") for i, item in enumerate(value)]]
         if isinstance(value, nn.Module):
             return self.module(value, where)
-        if not self._first(value):
-            return _LEFT
+        if not self._is_new(value):
+            return _UNCHANGED
         if isinstance(value, Tensor):
-            return pack(value, where) if is_state(value, weights=False) else _LEFT
+            return pack(value, where) if is_state(value, weights=False) else _UNCHANGED
         if isinstance(value, objects.CONTAINERS):
             return self._container(value, where)
         if issubclass(kind, self._generators):
@@ -133,14 +134,14 @@ class _StatePacker:
             return pack(value, where)
         if objects.is_looked_into(kind) or objects.passed_on(value) or objects.is_data(value):
             return self._object(value, where)
-        return _LEFT
+        return _UNCHANGED
 
     def _object(self, value: Any, where: str) -> Packed:
         name = type(value).__name__
         if parts := objects.passed_on(value):
             return ["passed", name, [self.value(part, f"{where}[{i}]") for i, part in enumerate(parts)]]
-        own = self._attributes(value, where) if objects.is_looked_into(type(value)) else self._items(vars(value), where)
-        return ["object", name, own]
+        looked_into = objects.is_looked_into(type(value))
+        return ["object", name, self._attributes(value, where) if looked_into else self._items(vars(value), where)]
 
     def _attributes(self, value: Any, where: str) -> list[list[Any]]:
         if not objects.is_looked_into(type(value)):
@@ -150,21 +151,19 @@ class _StatePacker:
             items = {key: item for key, item in items.items() if isinstance(item, self._generators)}
         return self._items(items, where)
 
-    def _container(self, box: Any, where: str) -> Packed:
-        name = type(box).__name__
-        if isinstance(box, dict):
-            pairs = [[pack(k, f"a key of {where}"), self.value(v, f"{where}[{k!r}]")] for k, v in box.items()]
-            return ["dict", name, pairs, *self._own(box, where)]
-        items = [self.value(item, f"{where}[{i}]") for i, item in enumerate(box)]
-        return [objects.base_of(box).__name__, name, items, *self._own(box, where)]
-
-    def _own(self, box: Any, where: str) -> list[list[Any]]:
-        attributes = self._attributes(box, where)
-        return [attributes] if attributes else []
+    def _container(self, container: Any, where: str) -> Packed:
+        if isinstance(container, dict):
+            kind = "dict"
+            items = [[pack(k, f"a key of {where}"), self.value(v, f"{where}[{k!r}]")] for k, v in container.items()]
+        else:
+            kind = objects.base_of(container).__name__
+            items = [self.value(item, f"{where}[{i}]") for i, item in enumerate(container)]
+        attributes = self._attributes(container, where)
+        return [kind, type(container).__name__, items, *([attributes] if attributes else [])]
 
 
 def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
-    """Return the packed value: the live one, changed in place, where there is one of its kind, else a new one."""
+    """Return the packed value: the live one, changed in place, if it is of the same kind; else a new one."""
     kind, *content = packed
     if kind == "left":
         return live
@@ -181,9 +180,9 @@ def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
             raise NotPlainError(f"{where} is not a random generator any more")
         objects.set_generator_state(live, unpack(content[0], torch.device("cpu")))
         return live
-    name, items, *own = content  # attributes of a container's own class
-    same = type(live).__name__ == name
-    if not same and (name not in _BUILTIN or name != kind):
+    name, items, *attributes = content  # attributes: those of a container's own class
+    same_class = type(live).__name__ == name
+    if not same_class and (name not in _BUILTIN or name != kind):
         raise NotPlainError(f"{where} is a {type(live).__name__}, was a {name}")
     if kind == "object":
         if objects.is_looked_into(type(live)):
@@ -196,30 +195,30 @@ def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
             _put(part, item, device, f"{where}[{i}]")
         return live
     if kind == "dict":
-        old = live if same else {}
+        live_items = live if same_class else {}
         keys = [unpack(key, device) for key, _ in items]
-        values = [_put(old.get(k), v, device, f"{where}[{k!r}]") for k, (_, v) in zip(keys, items, strict=True)]
-        filled = list(zip(keys, values, strict=True))
+        values = [_put(live_items.get(k), v, device, f"{where}[{k!r}]") for k, (_, v) in zip(keys, items, strict=True)]
+        contents = list(zip(keys, values, strict=True))
     else:
-        olds = list(live) if same and kind != "set" else []
-        olds += [None] * (len(items) - len(olds))
-        filled = [_put(olds[i], item, device, f"{where}[{i}]") for i, item in enumerate(items)]
+        live_values = list(live) if same_class and kind != "set" else []
+        live_values += [None] * (len(items) - len(live_values))
+        contents = [_put(live_values[i], item, device, f"{where}[{i}]") for i, item in enumerate(items)]
     if kind == "tuple":
-        cls: Any = type(live) if same else tuple
-        return cls(*filled) if hasattr(cls, "_fields") else cls(filled)
-    box = live if same else _BUILTIN[name]()
-    objects.refill(box, filled)
-    if own:
-        _put_attributes(box, own[0], device, where)
-    return box
+        cls: Any = type(live) if same_class else tuple
+        return cls(*contents) if hasattr(cls, "_fields") else cls(contents)
+    container = live if same_class else _BUILTIN[name]()
+    objects.refill(container, contents)
+    if attributes:
+        _put_attributes(container, attributes[0], device, where)
+    return container
 
 
-def _put_tensor(live: Any, stored: Tensor, on: str, requires_grad: bool, device: torch.device) -> Tensor:
-    alike = (stored.shape, stored.dtype, torch.strided)
-    if isinstance(live, Tensor) and (live.shape, live.dtype, live.layout) == alike:
+def _put_tensor(live: Any, stored: Tensor, device_type: str, requires_grad: bool, device: torch.device) -> Tensor:
+    form = (stored.shape, stored.dtype, torch.strided)
+    if isinstance(live, Tensor) and (live.shape, live.dtype, live.layout) == form:
         return live.copy_(stored)
-    fresh = stored.to(torch.device("cpu") if on == "cpu" else device, copy=True)
-    return fresh.requires_grad_(requires_grad)
+    new = stored.to(torch.device("cpu") if device_type == "cpu" else device, copy=True)
+    return new.requires_grad_(requires_grad)
 
 
 def _put_array(live: Any, stored: Tensor, dtype: str, shape: list[int]) -> Any:
@@ -233,41 +232,41 @@ def _put_array(live: Any, stored: Tensor, dtype: str, shape: list[int]) -> Any:
 
 def _put_module(live: Any, parts: list[Any], device: torch.device, where: str) -> Any:
     modules = dict(live.named_modules()) if isinstance(live, nn.Module) else {}
-    for name, plain, buffers in parts:
+    for name, stored, buffers in parts:
         if name not in modules:
             raise NotPlainError(f"{where} has no module {name!r}")
-        here = f"{where}.{name}" if name else where
+        path = f"{where}.{name}" if name else where
         part = modules[name]
-        space = part.__dict__
-        stored = {key for key, _ in plain}
-        if parameters := sorted(stored & part._parameters.keys()):  # then it was pruned, and is no longer
-            raise NotPlainError(f"{here}.{parameters[0]} is a parameter now")
-        for key in [key for key in space if _users(key) and key not in stored]:
-            if _StatePacker().value(space[key], here)[0] != "left":  # what the packed module did not have yet
-                del space[key]
-        _put_items(space, plain, device, here)
-        _put_items(part._buffers, buffers, device, here)
+        attributes = part.__dict__
+        stored_keys = {key for key, _ in stored}
+        if parameters := sorted(stored_keys & part._parameters.keys()):  # it was pruned then, but is not any more
+            raise NotPlainError(f"{path}.{parameters[0]} is a parameter now")
+        for key in [key for key in attributes if _is_users(key) and key not in stored_keys]:
+            if _StatePacker().value(attributes[key], path) != _UNCHANGED:  # the packed module did not have it yet
+                del attributes[key]
+        _put_items(attributes, stored, device, path)
+        _put_items(part._buffers, buffers, device, path)
     return live
 
 
-def _users(key: str) -> bool:
-    """Return whether an attribute of a module is the user's: neither torch's, nor what FSDP2 stores there."""
+def _is_users(key: str) -> bool:
+    """Return whether an attribute of a module is the user's, and neither torch's nor FSDP2's."""
     return key not in _TORCH_OWN and not key.startswith("__composable_api_state_key")
 
 
-def _put_items(space: dict[str, Any], items: list[Any], device: torch.device, where: str) -> None:
+def _put_items(target: dict[str, Any], items: list[Any], device: torch.device, where: str) -> None:
     for key, packed in items:
-        if packed[0] != "left":
-            space[key] = _put(space.get(key), packed, device, f"{where}.{key}")
+        if packed != _UNCHANGED:
+            target[key] = _put(target.get(key), packed, device, f"{where}.{key}")
 
 
 def _put_attributes(live: Any, items: list[Any], device: torch.device, where: str) -> None:
-    held = objects.read(live)
+    attributes = objects.read(live)
     for key, packed in items:
-        if packed[0] != "left":
-            item = _put(held.get(key), packed, device, f"{where}.{key}")
-            if key not in held or held[key] is not item:
-                objects.write(live, key, item)
+        if packed != _UNCHANGED:
+            value = _put(attributes.get(key), packed, device, f"{where}.{key}")
+            if key not in attributes or attributes[key] is not value:
+                objects.write(live, key, value)
 
 
 def fingerprint(tree: Any) -> str:

@@ -1,4 +1,4 @@
-"""Leaving no trace: what a forward may change, remembered before it and put back after it."""
+"""Snapshots of everything that a forward may change: taken before it, restored after it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from spectral_monitor.state.buffers import kept
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
 MAX_ITEMS = 10_000
-"""Containers of more items are put back, but their items not looked into."""
-
+"""Containers of more items are restored, but their items are not looked into."""
 
 _TORCH_OWN = frozenset(key for key in vars(nn.Module()) if key != "training")
 _HOOKS = tuple(key for key in _TORCH_OWN if key.startswith(("_forward_", "_backward_")))
@@ -30,14 +29,14 @@ _HOOKS = tuple(key for key in _TORCH_OWN if key.startswith(("_forward_", "_backw
 
 @contextmanager
 def preserved(*roots: object, host: bool = False) -> Iterator[None]:
-    """Inside, modules may change what they hold; afterwards all is as it was: see :class:`Snapshot`.
+    """Restore modules and other objects afterwards, whatever is changed inside: see :class:`Snapshot`.
 
     Raises:
-        Exception: something could not be read; then nothing was run inside.
+        Exception: an object could not be read; then nothing was run inside.
     """
     state = Snapshot(*roots, host=host)
-    if state.unread is not None:  # what happens inside might change what could not be remembered
-        raise state.unread
+    if state.read_error is not None:  # the code inside might change what was not recorded
+        raise state.read_error
     try:
         yield
     finally:
@@ -46,63 +45,64 @@ def preserved(*roots: object, host: bool = False) -> Iterator[None]:
 
 @contextmanager
 def in_place_of_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a module's calls go to another function."""
-    space = vars(module)
-    before = {key: space[key] for key in ("forward",) if key in space}
-    space["forward"] = forward
+    """Replace the forward of a module inside."""
+    attributes = vars(module)
+    before = {key: attributes[key] for key in ("forward",) if key in attributes}
+    attributes["forward"] = forward
     try:
         yield
     finally:
-        del space["forward"]
-        space.update(before)
+        del attributes["forward"]
+        attributes.update(before)
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether there is memory behind all of a tensor: FSDP frees gathered weights, and views of them, as
-    recurrent layers keep, must not be read.
+    """Return whether all entries of a tensor lie in allocated memory.
+
+    FSDP frees gathered weights. Views of them, which recurrent layers keep, must not be read then.
     """
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return True
-    here = local_part(tensor)
-    last = here.storage_offset() + sum((size - 1) * step for size, step in zip(here.shape, here.stride(), strict=True))
+    part = local_part(tensor)
+    last = part.storage_offset() + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
     try:
-        return (last + 1) * here.element_size() <= here.untyped_storage().nbytes()
-    except NotImplementedError:  # it stands for other tensors, as in a transform of torch.func
+        return (last + 1) * part.element_size() <= part.untyped_storage().nbytes()
+    except NotImplementedError:  # a wrapper around other tensors, as in a transform of torch.func
         return True
 
 
 def is_state(tensor: Tensor, weights: bool) -> bool:
-    """Return whether a forward may start from what a tensor holds, or change it; ``weights``: trained ones too."""
+    """Return whether a forward may read or change a tensor's values; trained ones count with ``weights`` only."""
     owner = tensor._base if tensor._is_view() and tensor._base is not None else tensor
     trained = isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad)
     # An inference tensor (a metric's state after validation) cannot be changed by a training forward.
-    without = tensor.is_inference() or tensor.is_meta or is_lazy(tensor) or not has_memory(tensor)
-    return not without and (weights or not trained)
+    fixed = tensor.is_inference() or tensor.is_meta or is_lazy(tensor) or not has_memory(tensor)
+    return not fixed and (weights or not trained)
 
 
 class Snapshot:
-    """The contents of some modules and other objects.
+    """The contents of modules and other objects.
 
-    Covered are parameters, buffers, flags and everything reached through attributes, slots, containers, bound methods
-    and ``functools.partial``: tensors, numbers, lists and dicts, modules that hide there, private random generators,
-    objects, hooks. Left alone are functions, classes, and objects of Python's own library, of torch and of loggers,
-    unless these hold nothing but data. The same is true of an object that holds a lock, a thread or a file, but for its
-    random generators.
+    A snapshot covers parameters, buffers, flags and everything that can be reached through attributes, slots,
+    containers, bound methods and ``functools.partial``: tensors, numbers, lists and dicts, modules that are not
+    registered, private random generators, objects, hooks. It leaves alone functions, classes, and objects of Python's
+    own library, of torch and of loggers, unless they hold only data. Of an object that holds a lock, a thread or a
+    file it covers the random generators only.
 
-    A deep copy, or an unpickled one, puts the copies of these back, if they were copied with it: nothing here is a
-    closure.
+    A copy of a snapshot, deep or pickled, restores copies of the objects that were copied with it. So a snapshot holds
+    no closures.
 
     Args:
         roots: modules, containers, tensors.
-        weights: without them only what is not trained: the state a forward starts from besides its weights. Hooks
-            are then taken away that were added before the state is first put back: a forward that registers hooks
-            when it finds none would register them twice. All others stay.
+        weights: whether to cover trained tensors. Without them the snapshot is the state that a forward starts from
+            besides its weights. Each :meth:`restore` then also removes the hooks that were added before the first one:
+            a forward that registers hooks if it finds none would register them twice. Hooks that are added later stay.
         host: keep copies of tensors in host memory.
 
     Attributes:
-        iterators: types of iterators found, which a forward would use up.
-        refused: what cannot be put back, and why; nothing that may change it must be run again.
-        unread: the first error in reading something, which was not remembered then.
+        iterators: types of the iterators that were found; a forward would use them up.
+        refused: objects that cannot be restored, each with the reason; code that may change them must not be rerun.
+        read_error: the first error in reading an object, which is therefore not covered.
     """
 
     @torch.inference_mode(False)
@@ -113,40 +113,42 @@ class Snapshot:
         self._undo: list[Callable[[], None]] = []
         self.iterators: list[str] = []
         self.refused: list[str] = []
-        self.unread: Exception | None = None
+        self.read_error: Exception | None = None
         self._generators = objects.generator_types()
         self._objects = 0
-        seen: set[int] = set()
-        # The nearest first, so that the depth of what is reached in several ways is that of the shortest.
-        open_ends: deque[tuple[object, int]] = deque((root, 0) for root in roots)
-        while open_ends:
-            value, depth = open_ends.popleft()
-            if id(value) not in seen:
-                seen.add(id(value))
-                below = 1 if issubclass(type(value), nn.Module) else depth + 1
-                open_ends.extend([(x, below) for x in self._taken(value, depth) if id(type(x)) not in objects.ATOMS])
+        visited: set[int] = set()
+        # Breadth first, so that the depth of an object is the length of the shortest path to it.
+        queue: deque[tuple[object, int]] = deque((root, 0) for root in roots)
+        while queue:
+            value, depth = queue.popleft()
+            if id(value) not in visited:
+                visited.add(id(value))
+                next_depth = 1 if issubclass(type(value), nn.Module) else depth + 1
+                references = self._record_safely(value, depth)
+                queue.extend([(x, next_depth) for x in references if id(type(x)) not in objects.ATOMS])
 
-    def _taken(self, value: object, depth: int) -> Iterable[Any]:
-        """Remember one object; return what it refers to. An error costs the replay, not the training."""
+    def _record_safely(self, value: object, depth: int) -> Iterable[Any]:
+        """Record one object; return the objects that it refers to. An error costs the replay, not the training."""
         try:
-            return self._take(value, type(value), depth)
+            return self._record(value, type(value), depth)
         except Exception as error:
-            self.unread = self.unread or error.with_traceback(None)  # that holds what is on the stack
+            # A traceback would keep the objects of the stack alive.
+            self.read_error = self.read_error or error.with_traceback(None)
             self._refuse(value, f"it cannot be read ({type(error).__name__}: {error})")
             return ()
 
-    def _refuse(self, value: object, why: str) -> None:
-        self.refused.append(f"the state of a {type(value).__name__} cannot be put back: {why}")
+    def _refuse(self, value: object, reason: str) -> None:
+        self.refused.append(f"the state of a {type(value).__name__} cannot be put back: {reason}")
 
-    def _take(self, value: Any, kind: type, depth: int) -> Iterable[Any]:
+    def _record(self, value: Any, kind: type, depth: int) -> Iterable[Any]:
         if issubclass(kind, Tensor):
             if is_state(value, self._weights):
                 self._tensors.append(_TensorState(value, self._host))
         elif issubclass(kind, nn.Module):
             return self._module(value)
         elif issubclass(kind, objects.CONTAINERS):
-            content = self._container(value)
-            return [*content, *self._object(value, kind, depth)] if kind not in objects.CONTAINERS else content
+            items = self._container(value)
+            return [*items, *self._object(value, kind, depth)] if kind not in objects.CONTAINERS else items
         elif issubclass(kind, (tuple, frozenset)):
             return value if kind in (tuple, frozenset) else [*value, *self._object(value, kind, depth)]
         elif issubclass(kind, self._generators):
@@ -155,11 +157,9 @@ class Snapshot:
             return self._object(value, kind, depth)
         elif objects.is_array(value):
             if value.flags.writeable and not value.dtype.hasobject:
-                copied = value.copy()
-                self._undo.append(partial(operator.setitem, value, ..., copied))
+                self._undo.append(partial(operator.setitem, value, ..., value.copy()))
         elif kind in (bytearray, array):
-            entries = value[:]
-            self._undo.append(partial(operator.setitem, value, slice(None), entries))
+            self._undo.append(partial(operator.setitem, value, slice(None), value[:]))
         elif issubclass(kind, Iterator):
             if not issubclass(kind, io.IOBase):
                 self.iterators.append(kind.__name__)
@@ -172,7 +172,7 @@ class Snapshot:
         return ()
 
     def _object(self, value: Any, kind: type, depth: int) -> list[Any]:
-        """Remember the attributes of an object; return their values."""
+        """Record the attributes of an object; return their values."""
         if not objects.is_looked_into(kind):
             return []
         self._objects += 1
@@ -180,48 +180,50 @@ class Snapshot:
             self._refuse(value, f"it is more than {objects.MAX_DEPTH} steps away")
             return []
         if self._objects > objects.MAX_OBJECTS:
-            if self._objects == objects.MAX_OBJECTS + 1:  # said once
+            if self._objects == objects.MAX_OBJECTS + 1:  # reported once
                 self._refuse(value, f"it is one of more than {objects.MAX_OBJECTS}")
             return []
         before = objects.read(value)
-        held = list(before.values())
-        if objects.has_life(held):
-            return [item for item in held if issubclass(type(item), self._generators)]
+        values = list(before.values())
+        if objects.has_life(values):
+            return [item for item in values if issubclass(type(item), self._generators)]
         self._undo.append(partial(objects.put_back, value, before))
-        return held
+        return values
 
     def _module(self, module: nn.Module) -> list[Any]:
-        space, attributes = vars(module), _ModuleAttributes(module)
+        namespace, attributes = vars(module), _ModuleAttributes(module)
         self._undo.append(attributes)
-        hooks = [space[key] for key in _HOOKS if key in space]
-        own = [*module.buffers(recurse=False), *module.children(), space.get("_buffers")]
+        hook_tables = [namespace[key] for key in _HOOKS if key in namespace]
+        members = [*module.buffers(recurse=False), *module.children(), namespace.get("_buffers")]
         if self._weights:
-            own = [*module.parameters(recurse=False), *own, space.get("_parameters"), space.get("_modules")]
-            for hook_table in hooks:
+            tables = (namespace.get("_parameters"), namespace.get("_modules"))
+            members = [*module.parameters(recurse=False), *members, *tables]
+            for hook_table in hook_tables:
                 self._container(hook_table)
         else:
-            self._undo.append(_WithoutNew(hooks))
-        return [*attributes.before.values(), *own]
+            self._undo.append(_NewHookRemoval(hook_tables))
+        return [*attributes.before.values(), *members]
 
-    def _container(self, box: Any) -> list[Any]:
-        base = objects.base_of(box)
-        content = list(base.items(box) if issubclass(base, dict) else base.__iter__(box))
-        self._undo.append(partial(objects.refill, box, content))
-        if len(content) > MAX_ITEMS:
+    def _container(self, container: Any) -> list[Any]:
+        """Record the items of a container; return its values, unless they are too many to be looked into."""
+        base = objects.base_of(container)
+        contents = list(base.items(container) if issubclass(base, dict) else base.__iter__(container))
+        self._undo.append(partial(objects.refill, container, contents))
+        if len(contents) > MAX_ITEMS:
             return []
-        return [value for _, value in content] if issubclass(base, dict) else content
+        return [value for _, value in contents] if issubclass(base, dict) else contents
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back; what did not change is not written to.
+        """Restore everything; what did not change is not written to.
 
-        Not to be called between a forward and its backward pass, which needs the tensors' versions unchanged.
+        Do not call it between a forward and its backward pass, which needs the versions of tensors unchanged.
         """
         errors = []
         for undo in self._undo:
             try:
                 undo()
-            except Exception as error:  # the rest is put back all the same
+            except Exception as error:  # the others are restored all the same
                 errors.append(error)
         for state in self._tensors:
             state.reattach()
@@ -229,19 +231,19 @@ class Snapshot:
         for state, changed in zip(states, _changed(states), strict=True):
             if changed:
                 target = local_part(state.tensor) if is_distributed(state.tensor) else state.tensor
-                target.copy_(state.copied, non_blocking=True)
+                target.copy_(state.values, non_blocking=True)
         if errors:
             raise errors[0]
 
 
 class _TensorState:
-    """A tensor, the memory it lay in, what lay there, and its gradient."""
+    """A tensor with the memory, the values and the gradient that it had."""
 
     def __init__(self, tensor: Tensor, host: bool) -> None:
         self.tensor = tensor
         self.version = tensor._version
         self.memory = tensor.data
-        self.copied = kept(local_part(tensor), host)
+        self.values = kept(local_part(tensor), host)
         self.trained = tensor.is_leaf and tensor.requires_grad
         self.grad = tensor.grad if self.trained else None
 
@@ -255,29 +257,30 @@ class _TensorState:
 
 
 class _ModuleAttributes:
-    """The attributes of a module that are its own, not torch's, which come back when this is called."""
+    """The attributes of a module that are not torch's; a call restores them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._weights, self._wrapper = frozenset(vars(module).get("_parameters", ())), _is_fsdp1(module)
+        self._weights, self._is_fsdp1 = frozenset(vars(module).get("_parameters", ())), _is_fsdp1(module)
         self.before = {key: value for key, value in vars(module).items() if self._is_own(key)}
 
     def _is_own(self, key: str) -> bool:
-        # FSDP1 sets itself up in the first forward. Inside its forwards the whole weights are attributes too.
-        return key == "training" if self._wrapper else key not in _TORCH_OWN and key not in self._weights
+        # FSDP1 sets itself up in the first forward. Inside its forwards the gathered weights are attributes too.
+        return key == "training" if self._is_fsdp1 else key not in _TORCH_OWN and key not in self._weights
 
     def __call__(self) -> None:
-        """Put the attributes back; what did not change is not written to."""
-        space = vars(self._module)
-        for key in [key for key in space if key not in self.before and self._is_own(key)]:
-            del space[key]
-        # What is a parameter by now (pruning that was made to last) would be hidden by an attribute of its name.
-        back = {key: value for key, value in self.before.items() if key not in self._module._parameters}
-        space.update({key: value for key, value in back.items() if space.get(key, self._module) is not value})
+        """Restore the attributes; what did not change is not written to."""
+        attributes = vars(self._module)
+        for key in [key for key in attributes if key not in self.before and self._is_own(key)]:
+            del attributes[key]
+        for key, value in self.before.items():
+            # Pruning made permanent turns an attribute into a parameter, which the attribute would hide.
+            if key not in self._module._parameters and attributes.get(key, self._module) is not value:
+                attributes[key] = value
 
 
-class _WithoutNew:
-    """Takes away what was added to some hook tables between its making and its first call."""
+class _NewHookRemoval:
+    """Removes the hooks that were added to some tables between its construction and its first call."""
 
     def __init__(self, tables: list[dict[int, Any]]) -> None:
         self._tables = [(table, set(table)) for table in tables]
@@ -285,17 +288,17 @@ class _WithoutNew:
 
     def __call__(self) -> None:
         if self._new is None:
-            self._new = [(table, key) for table, known in self._tables for key in table if key not in known]
+            self._new = [(table, key) for table, old_keys in self._tables for key in table if key not in old_keys]
         for table, key in self._new:
             table.pop(key, None)
 
 
 def _changed(states: list[_TensorState]) -> list[bool]:
-    """Return the tensors that may differ from their copies.
+    """Return for each tensor whether it may differ from its copy.
 
-    A version that moved says so for sure, but one that did not says nothing: batch normalization and whatever writes
-    through ``.data`` leave no mark. So tensors are compared; where that would mean to wait for a device, all its
-    tensors are taken for changed: what is written to them is what they hold.
+    A new version proves a change, but the same version proves nothing: batch normalization and writes through ``.data``
+    do not count. So values are compared. To compare on an accelerator would mean to wait for it, so all of its tensors
+    count as changed: restoring an unchanged tensor does no harm.
     """
     return [state.tensor._version != state.version or _differs(state) for state in states]
 
@@ -306,23 +309,24 @@ def _differs(state: _TensorState) -> bool:
     if state.tensor.device.type != "cpu" and 0 not in state.tensor.stride():
         return True
     now = local_part(state.tensor)
-    return not torch.equal(*_as_integers(now, state.copied.to(now.device)))
+    return not torch.equal(*_as_integers(now, state.values.to(now.device)))
 
 
 def _as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors as integers of the same bits where both are contiguous: NaN is then equal to itself, and
-    comparing takes a quarter of the time.
+    """Return two tensors as integers of the same bits if both are contiguous.
+
+    NaN then equals itself, and the comparison takes a quarter of the time.
     """
     width = torch.int64.itemsize
     plain = all(type(x) is Tensor and not (x.is_quantized or x.is_conj() or x.is_neg()) for x in (first, second))
     if plain and all(x.is_contiguous() and x.nbytes % width == x.data_ptr() % width == 0 for x in (first, second)):
         return first.view(-1).view(torch.int64), second.view(-1).view(torch.int64)
-    if first.is_floating_point() and first.element_size() == 1:  # which cannot be compared as such
+    if first.is_floating_point() and first.element_size() == 1:  # 8-bit floats have no comparison
         return first.view(torch.uint8), second.view(torch.uint8)
     return first, second
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
-    """Return whether it is a wrapper that shards its parameters and keeps track of that in attributes."""
+    """Return whether a module is an FSDP1 wrapper, which keeps track of its shards in attributes."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return wrapper is not None and isinstance(module, wrapper)

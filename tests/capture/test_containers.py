@@ -90,7 +90,7 @@ BOXES = {
 def test_a_copy_is_of_the_same_class_and_holds_copies(box):
     given = BOXES[box](torch.arange(12.0).reshape(6, 2))
     before = [(where, copied(leaf)) for where, leaf in leaves(given)]
-    for of, count in ((clone_tree, 6), (partial(slice_batch, which=slice(2)), 2)):
+    for of, count in ((clone_tree, 6), (partial(slice_batch, samples=slice(2)), 2)):
         other = of(given)
         assert type(other) is type(given)
         own, theirs = (getattr(one, "__dict__", {}) for one in (other, given))

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from spectral_monitor.capture.records.dataflow import Ran, readouts
+from spectral_monitor.capture.records.dataflow import OperatorCall, readouts
 
 
 def ran(*calls):
     """Calls as (layer, output, root), all with a gradient."""
-    return [Ran(layer, None if out is None else out.grad_fn, root, True) for layer, out, root in calls]
+    return [OperatorCall(layer, None if out is None else out.grad_fn, root, True) for layer, out, root in calls]
 
 
 def layers(count):
@@ -66,5 +66,5 @@ def test_what_ran_last_ends_a_loop_or_what_has_no_graph():
 def test_an_output_without_a_gradient_is_no_readout():
     a, b = layers(2)
     x = a(torch.ones(2, 3))
-    calls = [Ran(0, x.grad_fn, 0, True), Ran(1, b(x).grad_fn, 0, False)]
+    calls = [OperatorCall(0, x.grad_fn, 0, True), OperatorCall(1, b(x).grad_fn, 0, False)]
     assert readouts(calls, {0: 0, 1: 0})[1] is False

@@ -116,7 +116,7 @@ def test_rows_of_a_call_are_those_of_the_first_samples():
             assert torch.equal(call.h, h[expected])
             assert torch.equal(call.b, b[expected])
             assert call.index is None if index is None else torch.equal(call.index, expected)
-            assert (call.again, call.count) == (10, 40)
+            assert (call.rerun_count, call.count) == (10, 40)
 
 
 LAYER = dissect(nn.Sequential(OrderedDict(layer=nn.Linear(3, 3)))).layers[0]

@@ -183,9 +183,9 @@ def test_graphs_are_let_go():
     probe = SpectralProbe(model, optimizer, quantities="full")
     with probe.step():
         model(torch.randn(10, 6), torch.randint(3, (10,))).backward()
-        assert probe._engine.features.capture.checks._made
+        assert probe._engine.features.capture.checks._by_node
         optimizer.step()
-        assert not probe._engine.features.capture.checks._made
+        assert not probe._engine.features.capture.checks._by_node
     assert not probe._engine.features.capture.calls
 
 

@@ -111,9 +111,9 @@ def test_with_low_memory_it_takes_two_layers(network, dtype, monkeypatch):
     run = Run(network, DTYPES[dtype], low_memory=True)
     run.peaks()
     on_host = []
-    original = copies.room
+    original = copies.empty_buffer
 
-    def room(shape, dtype, device, host):
+    def empty_buffer(shape, dtype, device, host):
         if not host:
             return original(shape, dtype, device, host)
         with storages.aside():
@@ -121,8 +121,8 @@ def test_with_low_memory_it_takes_two_layers(network, dtype, monkeypatch):
         on_host.append(made.nbytes)
         return made
 
-    monkeypatch.setattr(copies, "room", room)
-    monkeypatch.setattr(stacks, "room", room)
+    monkeypatch.setattr(copies, "empty_buffer", empty_buffer)
+    monkeypatch.setattr(stacks, "empty_buffer", empty_buffer)
     peaks = []
     for _ in range(2):
         gc.collect()

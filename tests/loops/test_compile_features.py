@@ -124,7 +124,7 @@ def test_without_the_gradient_taking_the_place_of_what_arrives_it_would_count_tw
     class Twice(eager_pass.Arrival):
         def __init__(self, output):
             super().__init__(output)
-            output.register_hook(lambda arriving: None if self.given is None else arriving + arriving)
+            output.register_hook(lambda arriving: None if self.known_gradient is None else arriving + arriving)
 
     settings = {"quantities": ["sensitivity"], "replay_samples": None, "max_rows": None}
     right, _ = trained(WithLoss, outside, steps=1, **settings)

@@ -323,7 +323,7 @@ def only_tensors(self):
     for state, changed in zip(self._tensors, preserve._changed(self._tensors), strict=True):
         if changed:
             with torch.no_grad():
-                state.tensor.copy_(state.copied)
+                state.tensor.copy_(state.values)
 
 
 def anything_but_tensors(self):

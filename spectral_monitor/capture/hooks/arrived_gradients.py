@@ -1,4 +1,4 @@
-"""Gradients as backward passes leave them, before a loop clips them."""
+"""Norms of gradients at the end of backward passes, before a loop clips them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from spectral_monitor.state.dtensor import is_distributed
 class ArrivedGradients:
     """Takes the norms of gradients at the end of backward passes, while armed; nothing is copied.
 
-    By then processes have averaged them. The norms are those that the latest backward pass has left, earlier
-    micro-batches included. A pass shows itself where it reaches parameters. Those of sharded weights are others than
-    the optimizer's, so there it shows itself at what modules returned.
+    Processes have averaged the gradients by then. The norms are those after the latest backward pass, with earlier
+    micro-batches. A pass is noticed where it reaches parameters. Sharded weights have other parameters than the
+    optimizer in the graph, so a pass is also noticed at the outputs of their modules.
 
     Args:
-        optimizers: whose gradients are looked at.
-        model: what several processes train, FSDP's wrapper where there is one; ``None`` in a single process.
-        flat: ids of parameters whose place is FSDP's affair.
-        norms_of: returns the norms of what is here of the gradients of parameters.
-        harmless: to be entered around what hooks do.
+        optimizers: the owners of the gradients.
+        model: the model of several processes, with FSDP's wrapper if there is one; ``None`` in a single process.
+        flat: ids of the parameters that FSDP1 shards.
+        norms_of: returns the norms of the local gradients of parameters.
+        harmless: entered around the work of hooks.
     """
 
     def __init__(
@@ -61,14 +61,13 @@ class ArrivedGradients:
         self._norms: dict[Tensor, Tensor] = {}
         self._sharded: list[Tensor] = []
         self._reached: dict[Tensor, int] = {}  # parameter -> the latest backward pass that has reached it
-        self._seen: set[int] = set()  # backward passes whose end is waited for, or has come
+        self._noticed: set[int] = set()  # backward passes that have called :meth:`_begun`
 
     def arm(self) -> None:
         """Register the hooks."""
         self.disarm()
         model = self._model
-        held = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
-        for p in dict.fromkeys(held):
+        for p in dict.fromkeys(p for optimizer in self._optimizers for p in parameters_of(optimizer)):
             if not p.requires_grad or is_lazy(p):
                 continue
             if is_distributed(p) or id(p) in self._flat:
@@ -91,7 +90,7 @@ class ArrivedGradients:
         self._norms.clear()
         self._sharded.clear()
         self._reached.clear()
-        self._seen.clear()
+        self._noticed.clear()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_backward() or in_transform():
@@ -104,39 +103,39 @@ class ArrivedGradients:
         self._begun()
 
     def _begun(self, *_: Any) -> None:
-        """Wait for the end of the backward pass this is called in."""
-        this = backward_pass()
-        if this not in self._seen:
-            self._seen.add(this)
-            # Processes average gradients at the end too. That has been asked for when the first of these is called.
-            after_backward(lambda: after_backward(partial(self._ended, this)))
+        """Take the norms at the end of the running backward pass."""
+        number = backward_pass()
+        if number not in self._noticed:
+            self._noticed.add(number)
+            # Processes average gradients at the end too. They have queued that when the outer function is called.
+            after_backward(lambda: after_backward(partial(self._ended, number)))
 
     @torch.no_grad()
-    def _ended(self, this: int) -> None:
-        """Take the norms of what arrived; the passes since this one were inside it (checkpoints, for example)."""
+    def _ended(self, number: int) -> None:
+        """Take the norms of the gradients of a pass, and of the passes inside it (checkpoints, for example)."""
         with self._harmless("looking at gradients that have arrived"):
-            arrived = [p for p, latest in self._reached.items() if latest >= this]
-            there = [p for p in (*arrived, *self._sharded) if p.grad is not None and not p.grad.is_sparse]
+            arrived = [p for p, latest in self._reached.items() if latest >= number]
+            dense = [p for p in (*arrived, *self._sharded) if p.grad is not None and not p.grad.is_sparse]
             for p in arrived:
                 self._norms.pop(p, None)
-            self._norms.update(zip(there, self._norms_of(there).unbind(), strict=True))
+            self._norms.update(zip(dense, self._norms_of(dense).unbind(), strict=True))
 
     def of(self, optimizer: Optimizer) -> tuple[tuple[Tensor, ...], Tensor] | None:
-        """Return the parameters of an optimizer that is about to step whose gradients have arrived, and their norms as
-        loss scaling would have left them; ``None`` if there are none.
+        """Return the parameters of a stepping optimizer whose gradients have arrived, and their norms without the loss
+        scale; ``None`` if there are none.
         """
-        mine = [p for p in parameters_of(optimizer) if p in self._norms]
-        if not mine:
+        parameters = tuple(p for p in parameters_of(optimizer) if p in self._norms)
+        if not parameters:
             return None
-        norms = torch.stack([self._norms[p].to(self._norms[mine[0]]) for p in mine])
-        return tuple(mine), norms / scale_in_use()
+        norms = torch.stack([self._norms[p].to(self._norms[parameters[0]]) for p in parameters])
+        return parameters, norms / scale_in_use()
 
 
 def scale_in_use() -> float:
-    """Return the loss scale of the ``GradScaler`` that makes an optimizer step right now; 1 if none does.
+    """Return the loss scale of the ``GradScaler`` that runs the current optimizer step; 1 if none does.
 
-    It has taken the scale out of the gradients by then, and leaves no mark on the optimizer. So it is looked for among
-    the callers.
+    The scaler has unscaled the gradients by then, and the optimizer does not know it. So it is looked up among the
+    callers.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Calls of attention blocks, seen by hooks that are there only while armed."""
+"""Calls of attention blocks, recorded by hooks that are registered only while armed."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from spectral_monitor.state.dtensor import local_part
 
 @dataclass
 class AttentionCall:
-    """One call of an attention block, while it is under way."""
+    """One call of an attention block."""
 
-    arguments: Mapping[str, Any]  # what the block was called with, by name
-    # ``query``, ``key``, ``value``: outputs of the projections; ``query_norm``, ``key_norm``: of what normalizes them;
-    # ``output``: what attention returned, before the output projection if that is a module
+    arguments: Mapping[str, Any]  # by name
+    # ``query``, ``key``, ``value``: outputs of the projections; ``query_norm``, ``key_norm``: outputs of their norms;
+    # ``output``: the output of attention, before the output projection if that is a module
     tensors: dict[str, GuardedTensor] = field(default_factory=dict)
 
     def put(self, name: str, tensor: Tensor | None) -> None:
-        """Note a tensor, without a copy."""
+        """Record a tensor, without a copy."""
         if tensor is not None:
             self.tensors[name] = GuardedTensor(local_part(tensor))
 
     def seen(self) -> dict[str, Tensor]:
-        """Return the tensors.
+        """Return the recorded tensors.
 
         Raises:
             ValueError: one was overwritten.
         """
-        found = {name: x for name, guarded in self.tensors.items() if (x := guarded.get()) is not None}
-        if len(found) < len(self.tensors):
+        tensors = {name: x for name, guarded in self.tensors.items() if (x := guarded.get()) is not None}
+        if len(tensors) < len(self.tensors):
             raise ValueError("its queries, keys or outputs were overwritten")
-        return found
+        return tensors
 
 
 class AttentionCapture:
-    """Shows every call of an attention block in the forward that leads to the step, when it is over.
+    """Shows every finished call of an attention block in the step's own forward.
 
     Attributes:
-        open: whether calls that are made now are those of the forward that leads to the step.
+        open: whether calls made now belong to the step's own forward.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class AttentionCapture:
         show: Callable[[AttentionBlock, AttentionCall], None],
         harmless: Harmless,
     ) -> None:
-        """``modules``: layer index -> the module whose calls give its outputs."""
+        """``modules``: layer index -> the module that returns its outputs."""
         self._blocks = blocks
         self._modules = modules
         self._show = show
@@ -68,7 +68,7 @@ class AttentionCapture:
         self.open = False
 
     def arm(self, aside: bool = False) -> None:
-        """Register the hooks; ``aside``: for a pass in which nothing is compiled."""
+        """Register the hooks; ``aside``: for an eager pass beside the step."""
         self.disarm()
         self.open = True
         hooks = Hooks[nn.Module]() if aside else self._hooks
@@ -77,18 +77,17 @@ class AttentionCapture:
             self._handles += hooks.add(block.module, before, partial(self._enter, block), with_kwargs=True)
             parts: dict[int, tuple[nn.Module, list[str]]] = {}
             for name in ("query", "key", "value"):
-                part = getattr(block, name)
-                if part is not None and part.layer in self._modules:
-                    module = self._modules[part.layer]
+                projection = getattr(block, name)
+                if projection is not None and projection.layer in self._modules:
+                    module = self._modules[projection.layer]
                     parts.setdefault(id(module), (module, []))[1].append(name)
             for name, norm in zip(("query_norm", "key_norm"), block.norms or (), strict=False):
                 parts[id(norm)] = (norm, [name])
             for module, names in parts.values():
-                part = partial(self._note, block, names)
-                self._handles += hooks.add(module, module.register_forward_hook, part)
+                self._handles += hooks.add(module, module.register_forward_hook, partial(self._record, block, names))
             if block.output is not None:
-                given = block.output.register_forward_pre_hook
-                self._handles += hooks.add(block.output, given, partial(self._note, block, ["output"]))
+                before_output = block.output.register_forward_pre_hook
+                self._handles += hooks.add(block.output, before_output, partial(self._record, block, ["output"]))
             leave = partial(self._leave, block)
             self._handles += hooks.add(block.module, after, leave, with_kwargs=True, always_call=True)
 
@@ -109,8 +108,8 @@ class AttentionCapture:
             with self._harmless(f"the forward pass of {block.name}"):
                 self._calls[block.layer] = AttentionCall(_named(module, args, kwargs))
 
-    def _note(self, block: AttentionBlock, names: Sequence[str], module: nn.Module, *values: Any) -> None:
-        """Note what a part of a block returns or, before it is called, is given."""
+    def _record(self, block: AttentionBlock, names: Sequence[str], module: nn.Module, *values: Any) -> None:
+        """Record the output of a part of a block or, before its call, its input."""
         call = self._calls.get(block.layer)
         if call is not None and not in_backward():
             for name in names:
@@ -118,7 +117,7 @@ class AttentionCapture:
 
     def _leave(self, block: AttentionBlock, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._calls.pop(block.layer, None)
-        if call is None or in_backward() or output is None:  # which is what a call that failed returns
+        if call is None or in_backward() or output is None:  # a failed call has no output
             return
         with self._harmless(f"the forward pass of {block.name}"), torch.no_grad():
             if "output" not in call.tensors:
@@ -127,7 +126,7 @@ class AttentionCapture:
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> Mapping[str, Any]:
-    """Return the arguments of a call by name; those given by name alone where the signature is not known."""
+    """Return the arguments of a call by name; only the keyword arguments if the signature is not known."""
     try:
         bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Hooks right before and right after an optimizer's update, whatever loop runs it."""
+"""Hooks right before and right after an optimizer's update, whichever loop runs it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ STEPPED_AGAIN = (
 
 
 class OptimizerCapture:
-    """Hooks on optimizers, there only while armed.
+    """Hooks on optimizers, registered only while armed.
 
-    * ``before``: the last moment before the optimizer may change a weight. One of torch's that is given a closure,
-      with forward and backward inside, runs that first, so the moment is when the closure has returned for the first
-      time; one of another origin (sharpness-aware minimization) may move the weights before it runs the closure, so
-      the moment is the start of its step, at the price of holding a copy during the forward.
+    * ``before``: the last moment before the optimizer may change a weight. An optimizer of torch's runs its closure,
+      with forward and backward inside, before that; so the moment is the end of the closure's first call. Any other
+      one (sharpness-aware minimization) may change weights before it runs the closure; so the moment is the start of
+      its step, and a copy is held during the forward.
     * ``ready``: the gradients are final, those of the closure's first call.
     * ``enter``: right before the closure's first call.
     * ``after``: the step is done.
 
-    A step may call another one: a subclass its parent's, a wrapper that of the optimizer it holds in an attribute.
-    Only the outermost counts, and it counts for the wrapper. A step that is compiled is not seen. It is compiled once
-    more for these hooks, which do nothing there and are not registered again.
+    A step may call another one: of a parent class, or of an optimizer that a wrapper holds in an attribute. Only the
+    outermost step counts, as one of the wrapper. A compiled step is not seen. The hooks make torch compile it once
+    more; they do nothing there, and are not registered again.
 
     Attributes:
-        closure_calls: optimizer's id -> how often its step, the latest one, has run its closure.
-        repeated: whether an optimizer began a step after another one, since the hooks were registered.
+        closure_calls: id of an optimizer -> number of closure calls in its latest step.
+        repeated: whether an optimizer began more than one step since the hooks were registered.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class OptimizerCapture:
         self._handles: list[Removable] = []
         self._hooks: Hooks[Optimizer] = Hooks()
         self._depth: dict[int, int] = {}
-        self._held: set[int] = set()
-        self._seen: set[int] = set()
+        self._before_called: set[int] = set()
+        self._ready_called: set[int] = set()
         self.closure_calls: dict[int, int] = {}
         self.repeated = False
 
     @property
     def compiled(self) -> set[Optimizer]:
-        """Those whose steps are compiled, and so cannot be seen."""
+        """Optimizers whose steps are compiled and therefore not seen."""
         return self._hooks.compiled
 
     def arm(self) -> None:
         """Register the hooks."""
         self._depth.clear()
-        self._held.clear()
-        self._seen.clear()
+        self._before_called.clear()
+        self._ready_called.clear()
         self.closure_calls.clear()
         self.repeated = False
         for optimizer in self.optimizers:
@@ -84,15 +84,15 @@ class OptimizerCapture:
         if self._depth[key] > 1:
             return None
         self.repeated |= key in self.closure_calls
-        self._held.discard(key)
-        self._seen.discard(key)
+        self._before_called.discard(key)
+        self._ready_called.discard(key)
         self.closure_calls[key] = 0
-        replaced = with_closure(args, kwargs, partial(self._watched, optimizer))
-        if replaced is None:
-            self._gradients_final(optimizer)
+        arguments = with_closure(args, kwargs, partial(self._watched, optimizer))
+        if arguments is None:
+            self._call_ready(optimizer)
         elif not type(optimizer).__module__.startswith("torch.optim"):
-            self._hold(optimizer)
-        return replaced
+            self._call_before(optimizer)
+        return arguments
 
     def _watched(self, optimizer: Optimizer, closure: Closure) -> Closure:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -100,37 +100,36 @@ class OptimizerCapture:
                 self._on_enter(optimizer)
             result = closure(*args, **kwargs)
             self.closure_calls[id(optimizer)] += 1
-            self._gradients_final(optimizer)
+            self._call_ready(optimizer)
             return result
 
         return watched
 
-    def _hold(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._held:
-            self._held.add(id(optimizer))
+    def _call_before(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._before_called:
+            self._before_called.add(id(optimizer))
             self._before(optimizer)
 
-    def _gradients_final(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._seen:
-            self._seen.add(id(optimizer))
-            self._hold(optimizer)
+    def _call_ready(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._ready_called:
+            self._ready_called.add(id(optimizer))
+            self._call_before(optimizer)
             self._ready(optimizer)
 
     def _leave(self, optimizer: Optimizer, _: Optimizer, args: Any, kwargs: Any) -> None:
         key = id(optimizer)
         self._depth[key] = self._depth.get(key, 1) - 1
-        if self._depth[key] == 0 and key in self._seen:
+        if self._depth[key] == 0 and key in self._ready_called:
             self._after(optimizer)
 
 
 def _inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Optimizers a wrapper holds, which its user may step themselves."""
+    """Return the optimizers that a wrapper holds, because its user may step them directly."""
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Closure], Closure]) -> Arguments | None:
-    """Return the arguments of a step with another closure, made of the one there is, wherever it stands; ``None`` if
-    there is none.
+    """Return the arguments of a step with a wrapped closure; ``None`` if there is no closure.
 
     Example:
         >>> args, kwargs = with_closure((), {"closure": lambda: 1}, lambda closure: lambda: closure() + 1)
@@ -139,7 +138,7 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[
     """
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": wrap(kwargs["closure"])}
-    place = next((i for i, arg in enumerate(args) if callable(arg)), None)
-    if place is None:
+    position = next((i for i, arg in enumerate(args) if callable(arg)), None)
+    if position is None:
         return None
-    return (*args[:place], wrap(args[place]), *args[place + 1 :]), kwargs
+    return (*args[:position], wrap(args[position]), *args[position + 1 :]), kwargs

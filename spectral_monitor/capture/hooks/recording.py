@@ -1,4 +1,4 @@
-"""Rows of the calls of layers: of their inputs, their outputs and the gradients of these."""
+"""Records of the calls of layers: rows of their inputs, of their outputs and of the outputs' gradients."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from spectral_monitor.measurement import NODE, UNFIT
 from spectral_monitor.state.dtensor import local_part
 
 Foresight = Callable[[Any], BatchSlice | None]
-"""Of a call that begins: the samples that will be run again, if it is known that those will do."""
-
+"""A call that begins -> the samples that will be rerun, if it is known that they are enough; else ``None``."""
 
 TRANSFORMED, NOT_A_PRODUCT, BORROWED, NESTED = 1, 2, 3, 4
 WHY_HIDDEN = {
@@ -45,31 +44,31 @@ WHY_HIDDEN = {
     BORROWED: "called with other parameters than its own, as by torch.func.functional_call",
     NESTED: "its outputs are a sparse or nested tensor, of which no rows are taken",
 }
-"""Why features of a layer's calls cannot be seen, by the number that processes send each other."""
+"""Why features of a layer's calls cannot be recorded, by the number that processes send each other."""
 
 
 class Watcher(Protocol):
-    """Is shown the calls of layers in a forward that is run again."""
+    """Receives the calls of layers in a repeated forward."""
 
-    def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
-        """Record one more call of layer ``i`` with what it was given and what it returned."""
+    def add(self, i: int, x: Tensor | None, out: Tensor, layer: Layer) -> None:
+        """Record one more call of layer ``i``, with input ``x`` and output ``out``."""
 
 
 class CallRecorder:
-    """Keeps a sample of the rows of each call that it is shown; when, is its owner's affair.
+    """Keeps a sample of the rows of each call that it is shown.
 
     Attributes:
-        layers: layer index -> those whose calls are recorded.
+        layers: layer index -> layer, for all layers whose calls are recorded.
         calls: layer index -> its calls.
         order: layer indices in the order of their last call.
-        backward_open: whether gradients that arrive now are those of the step's backward pass.
+        backward_open: whether gradients that arrive now belong to the step's backward pass.
         backward_pass: id of the last backward pass in which a gradient arrived.
-        hidden: layer index -> why features of its calls cannot be seen, a key of ``WHY_HIDDEN``.
-        unfit: layers whose outputs are not their inputs times their weight, seen at a first call.
-        shared: layers with an output that all samples have in common, and of whose gradient a part was seen.
-        of_all: layer index -> the gradient of a table of embeddings over all samples, where some of them run aside.
-        checks: what else looks at calls and gradients, if anything does.
-        traced: whether it is recorded where outputs are in the graph.
+        hidden: layer index -> why features of its calls cannot be recorded, a key of ``WHY_HIDDEN``.
+        unfit: layers whose outputs were not inputs times weight at their first call.
+        shared: layers with an output that all samples share, of whose gradient only some samples' part is known.
+        table_gradients: layer index -> gradient of an embedding table over all samples, for a pass beside the step.
+        checks: checks of calls and gradients, if quantities need any.
+        traced: whether to record the nodes of outputs in the graph.
     """
 
     def __init__(self, layers: Mapping[int, Layer], max_rows: int | None, harmless: Harmless) -> None:
@@ -79,13 +78,13 @@ class CallRecorder:
         self._handles: list[Removable] = []
         self.checks: Checks | None = None
         self.traced = False
-        self._replayed: tuple[Watcher, ...] | None = None
-        self._looking = False  # at a pass beside the step
-        self._foresight: Foresight = nothing
-        self._ranked = self._apart = False
+        self._watchers: tuple[Watcher, ...] | None = None  # of a repeated forward that is under way
+        self._beside_step = False  # whether a pass beside the step is under way
+        self._foresight: Foresight = no_foresight
+        self._ranked = self._distributed = False
         self._lasting: set[int] = set()
         self._overwritten: set[int] = set()
-        self._doubted = {i for i, layer in self.layers.items() if layer.doubted}
+        self._unverified = {i for i, layer in self.layers.items() if layer.unverified}
         self.unfit: set[int] = set()
         self.forget()
 
@@ -97,90 +96,90 @@ class CallRecorder:
         self.backward_pass = -1
         self.hidden: dict[int, int] = {}
         self.shared: set[int] = set()
-        self.of_all: dict[int, Tensor | None] = {}
+        self.table_gradients: dict[int, Tensor | None] = {}
         self._backward_seen = False
         if self.checks is not None:
             self.checks.forget()
-        self._shares: dict[int, float] = {}
-        self._count = 0
-        self._root: RootCall | None = None
-        self._samples: int | None = None  # of the call that is under way
+        self._shares: dict[int, float] = {}  # share of rows that is kept of each call of a layer with many calls
+        self._call_count = 0
+        self._root: RootCall | None = None  # the outermost call that is under way
+        self._samples: int | None = None  # in its batch
         self._portion: BatchSlice | None = None
 
-    def foresee(self, foresight: Foresight, ranked: bool, apart: bool) -> None:
-        """From now on keep no more rows than will be needed, as far as that is foreseen.
+    def foresee(self, foresight: Foresight, ranked: bool, distributed: bool) -> None:
+        """Keep from now on only the rows that will be needed, if they are known.
 
         Args:
-            foresight: which samples will be run again.
+            foresight: the samples that will be rerun.
             ranked: whether stable ranks of gradients are measured.
-            apart: whether others have rows too, so that it is not known yet which those are measured on.
+            distributed: whether other processes have rows too, so that the sample for ranks is not known yet.
         """
-        self._foresight, self._ranked, self._apart = foresight, ranked, apart
+        self._foresight, self._ranked, self._distributed = foresight, ranked, distributed
 
     def look_for(self, keys: Collection[str]) -> None:
-        """Observe from now on what some quantities of tier "full" need of calls and gradients besides."""
+        """Check calls and gradients from now on, if some quantities need it."""
         self.checks = Checks(keys) if CHECKED & set(keys) else None
 
     def record(self, i: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Record one more call of layer ``i``, or show it to those who watch a forward that is run again."""
+        """Record one more call of layer ``i``, or show it to the watchers of a repeated forward."""
         if in_transform():
             self.hide(i, TRANSFORMED)
         if i in self.hidden:
             return
         with self._harmless(f"the forward pass of {self.layers[i].info.name}"):
-            whole, layer = first_tensor(output), self.layers[i]
-            if whole is None:
+            out, layer = first_tensor(output), self.layers[i]
+            if out is None:
                 return
-            if not is_table(whole):
+            if not is_table(out):
                 self.hide(i, NESTED)
                 return
-            given = None if layer.info.role == NODE else first_tensor(args or kwargs)
-            given = given if given is None or is_table(given) else None
-            if i in self._doubted and self._replayed is None:
-                self._doubted.discard(i)
-                self.unfit |= set() if is_linear(layer, module, given, whole) else {i}
+            x = None if layer.info.role == NODE else first_tensor(args or kwargs)
+            x = x if x is None or is_table(x) else None
+            if i in self._unverified and self._watchers is None:
+                self._unverified.discard(i)
+                self.unfit |= set() if is_linear(layer, module, x, out) else {i}
             if i in self.unfit:
                 self.hide(i, NOT_A_PRODUCT)
                 return
-            if self._replayed is not None:
-                for watcher in self._replayed:
-                    watcher.add(i, given, whole, layer)
+            if self._watchers is not None:
+                for watcher in self._watchers:
+                    watcher.add(i, x, out, layer)
                 return
-            form, n = layer.features_of(whole), len(self.calls.get(i, ()))
-            count = count_rows(local_part(whole), *form)
-            call = self._call((i, n), whole, count, *form)
-            if given is not None:
-                self._take_inputs(i, call, given, count, *form)
+            form, n = layer.features_of(out), len(self.calls.get(i, ()))
+            count = count_rows(local_part(out), *form)
+            call = self._call((i, n), out, count, *form)
+            if x is not None:
+                self._take_inputs(i, call, x, count, *form)
             self.calls.setdefault(i, []).append(call)
             self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
                 self._root.reached += 1
             if self.checks is not None and layer.info.role != NODE:
-                call.checked = self.checks.forward(layer, given, whole, self._samples)
-            if self._looking and self._portion is not None and (i, n) in self._portion.common:
-                # Its gradient is a sum over samples, of which only some are here; a table's is known all the same.
-                of_all = table_rows(self.of_all.get(i), given) if n == 0 else None
-                if of_all is None or of_all.shape != (count, call.features):
+                call.checked = self.checks.forward(layer, x, out, self._samples)
+            if self._beside_step and self._portion is not None and (i, n) in self._portion.common:
+                # Its gradient is a sum over all samples, of which only some are here. That of a table is known.
+                b = table_rows(self.table_gradients.get(i), x) if n == 0 else None
+                if b is None or b.shape != (count, call.features):
                     self.shared.add(i)
                 else:
-                    call.b, call.b_count = GuardedTensor(rows_of(of_all, False, 0, call.index)), 1
+                    call.b, call.b_count = GuardedTensor(rows_of(b, False, 0, call.index)), 1
             else:
-                self._watch(i, call, whole)
+                self._watch(i, call, out)
 
-    def _call(self, place: tuple[int, int], whole: Tensor, count: int, channels_first: bool, spatial: int) -> Call:
-        """Return the record of a call, (layer index, its number), with some of its ``count`` rows of outputs."""
-        (i, _), out, outputs = place, local_part(whole), count
+    def _call(self, key: tuple[int, int], full: Tensor, count: int, channels_first: bool, spatial: int) -> Call:
+        """Return the record of a call, (layer index, its number), with a sample of its ``count`` rows of outputs."""
+        (i, _), out, outputs = key, local_part(full), count
         index = self._chosen(i, count, out.device)
         h_out = rows_of(out, channels_first, spatial, index)
         eps, norm = torch.finfo(out.dtype).eps, whole_length(h_out) * math.sqrt(count / max(len(h_out), 1))
-        first, chosen = None if self._looking else self._first(place, out, count), len(h_out)
+        first, chosen = None if self._beside_step else self._first(key, out, count), len(h_out)
         first_index = None
-        if self._looking and self._portion is not None:  # nothing but the first rows is here
-            first, first_index, outputs = count, index, self._portion.whole(place, count)
+        if self._beside_step and self._portion is not None:  # only the first samples run
+            first, first_index, outputs = count, index, self._portion.all_rows(key, count)
             norm = norm * math.sqrt(outputs / max(count, 1))
         elif first is not None:
-            room = -(-first * chosen // count) if i in self._shares else self._max_rows
-            first_index = chosen_rows(first, room, out.device)
+            limit = -(-first * chosen // count) if i in self._shares else self._max_rows
+            first_index = chosen_rows(first, limit, out.device)
             h_out = rows_of(first_rows(out, first, count), channels_first, spatial, first_index)
         copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
         kept = GuardedTensor(h_out.clone() if copy else h_out)
@@ -188,37 +187,36 @@ class CallRecorder:
         call = Call(kept, chosen, eps, index, self._root, h_out.shape[1], outputs, norm, original)
         call.first, call.first_index = first, first_index
         if self.traced:
-            call.node, call.place = whole.grad_fn, self._count
-            self._count += 1
+            call.node, call.position = full.grad_fn, self._call_count
+            self._call_count += 1
         return call
 
-    def _take_inputs(self, i: int, call: Call, given: Tensor, count: int, channels_first: bool, spatial: int) -> None:
-        """Add rows of a call's input, and whether processes with one batch share out rows; ``count``: of outputs."""
-        layer, x = self.layers[i], local_part(given)
+    def _take_inputs(self, i: int, call: Call, full: Tensor, count: int, channels_first: bool, spatial: int) -> None:
+        """Add rows of a call's input, and whether processes with the same batch divide rows; ``count``: of outputs."""
+        layer, x = self.layers[i], local_part(full)
         looks_up = layer.info.role == "embedding"
         if not channels_first:
-            asked = given.numel() if looks_up else count_rows(given, False, 0)
-            call.split_in = x.numel() < given.numel() and x.shape[-1] == given.shape[-1]
-            call.split_out = count < asked
+            call.split_in = x.numel() < full.numel() and x.shape[-1] == full.shape[-1]
+            call.split_out = count < (full.numel() if looks_up else count_rows(full, False, 0))
         if looks_up or not x.is_floating_point():
             return
         if layer.layout.kind == "patches":
             x, channels_first = patches_of(x, layer.layout.shape[2:]), False
         call.inputs = rows = count_rows(x, channels_first, spatial)
         first = self.calls[i][0].inputs if i in self.calls else rows
-        sample = self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)
-        call.h_in = GuardedTensor.of(given, rows_of(x, channels_first, spatial, sample))
+        index = self._chosen_inputs(first, rows, x.numel() // max(rows, 1), x.device)
+        call.h_in = GuardedTensor.of(full, rows_of(x, channels_first, spatial, index))
 
-    def hide(self, i: int, why: int) -> None:
+    def hide(self, i: int, reason: int) -> None:
         """Leave a layer without features in this step, for a reason of ``WHY_HIDDEN``."""
-        self.hidden.setdefault(i, why)
+        self.hidden.setdefault(i, reason)
         self.calls.pop(i, None)
 
     def _chosen(self, i: int, count: int, device: torch.device) -> Tensor | None:
-        """Return which rows of one more call are kept; ``None`` for all of them.
+        """Return the rows to keep of one more call; ``None`` for all of them.
 
-        Where a layer is called so often that its rows become too many, each call keeps its share of half the room, so
-        that calls are thinned out again only when there are twice as many rows.
+        If the calls of a layer together have more than ``max_rows`` rows, each keeps its share of half as many. So they
+        are thinned out again only when their rows have doubled.
         """
         calls = self.calls.get(i, ())
         if self._max_rows is None or not calls:
@@ -232,14 +230,14 @@ class CallRecorder:
         return chosen_rows(count, math.ceil(share * count), device)
 
     def _first(self, call: tuple[int, int], out: Tensor, count: int) -> int | None:
-        """Return how many rows of the output, the first ones, will be there again; ``None`` for all."""
+        """Return the number of first rows of an output that will be rerun; ``None`` for all."""
         rows = None if self._portion is None else self._portion.rows(call, count)
         return None if rows is None or rows == count or len(out) * rows % count else rows
 
     def recomputed(self, i: int, output: Any) -> None:
-        """Record where gradients of a call arrive that is made again in the backward pass: activation checkpointing.
+        """Watch the output of a call that is repeated in the backward pass, by activation checkpointing.
 
-        One of its two kinds ran the first forward without gradients: they arrive at the second one's outputs.
+        Reentrant checkpointing runs the first forward without a graph: gradients arrive at the second one's outputs.
         """
         calls, out = self.calls.get(i, []), first_tensor(output)
         if len(calls) == 1 and not calls[0].watched and out is not None:
@@ -249,12 +247,12 @@ class CallRecorder:
     def _watch(self, i: int, call: Call, out: Tensor) -> None:
         if out.requires_grad:
             call.watched = True
-            if self._looking:
+            if self._beside_step:
                 call.arrival = Arrival(out)
             self._handles.append(out.register_hook(partial(self._gradient, i, call)))
 
     def _arriving(self) -> bool:
-        """Note that a gradient arrives; return whether it is one of the step's."""
+        """Record that a gradient arrives; return whether it belongs to the step."""
         if not self.backward_open:
             return False
         self._backward_seen = True
@@ -268,11 +266,11 @@ class CallRecorder:
         with self._harmless(f"the backward pass of {layer.info.name}"):
             call.b_count += 1
             b, form = local_part(gradient), layer.features_of(gradient)
-            if call.first is None or self._looking:
+            if call.first is None or self._beside_step:
                 call.b = GuardedTensor(rows_of(b, *form, call.index))
             else:
-                few = first_rows(b, call.first, call.outputs)
-                call.b = GuardedTensor(rows_of(few, *form, call.first_index).clone())
+                first = first_rows(b, call.first, call.outputs)
+                call.b = GuardedTensor(rows_of(first, *form, call.first_index).clone())
                 if self._ranked:
                     rows = rows_of(b, *form, call.index)
                     call.b_sample = self._sample(i, rows.clone() if call.index is None else rows)
@@ -280,18 +278,17 @@ class CallRecorder:
                 self.checks.backward(layer, call.checked, gradient)
 
     def _sample(self, i: int, rows: Tensor) -> Tensor:
-        """Return the rows of a gradient that its stable rank is measured on, as far as that is known."""
-        if self._max_rows is None or self._apart or len(self.calls[i]) > 1:
+        """Return the rows of a gradient on which its stable rank is measured; all rows if they are not known yet."""
+        if self._max_rows is None or self._distributed or len(self.calls[i]) > 1:
             return rows
         index = chosen_rows(len(rows), sample_size(rows.shape[1]), rows.device)
         return rows if index is None else rows.index_select(0, index)
 
     def outputs(self) -> Outputs:
-        """Return, for layers that still have them all, which rows of each call were kept, what they were, and their
-        gradients.
+        """Return the kept rows of outputs and their gradients, for layers that still have them all.
 
-        An activation may work in place on what a layer returns, so a layer's outputs are copied unless the first
-        ones were seen to last. Where they no longer do, this step has none, and the next one copies again.
+        An activation may change a layer's output in place. So outputs are copied, unless the first ones were not
+        changed. If later ones are, this step has none, and the next one copies again.
         """
         outputs: Outputs = {}
         for i, calls in self.calls.items():
@@ -301,16 +298,16 @@ class CallRecorder:
                 continue
             outputs[i] = kept
             originals = [(call.original, rows.h) for call, rows in zip(calls, kept, strict=True)]
-            if all(was is not None for was, _ in originals):  # asked once: the answer has to come from the device
-                lasted = all(was is not None and bool(((was == h) | was.isnan()).all()) for was, h in originals)
-                (self._lasting if lasted else self._overwritten).add(i)
+            if all(x is not None for x, _ in originals):  # only once, because the comparison waits for the device
+                unchanged = all(x is not None and bool(((x == h) | x.isnan()).all()) for x, h in originals)
+                (self._lasting if unchanged else self._overwritten).add(i)
             for call in calls:
                 call.original = None
         return outputs
 
     @property
     def lasting(self) -> list[str]:
-        """Layers whose outputs were seen to last, so that they are not copied any more."""
+        """Layers whose outputs are not changed in place, and therefore not copied."""
         return [self.layers[i].info.name for i in sorted(self._lasting)]
 
     @lasting.setter
@@ -318,29 +315,29 @@ class CallRecorder:
         self._lasting = {i for i, layer in self.layers.items() if layer.info.name in names}
 
     def inputs(self, i: int) -> Outputs:
-        """Return the same for the inputs of one layer; nothing if they are not available."""
-        found = []
+        """Return the kept rows of the inputs of one layer; empty if they are not available."""
+        inputs = []
         for call in self.calls.get(i, ()):
             rows = call.input()
             if rows is None:
                 return {}
             index = self._chosen_inputs(self.calls[i][0].inputs, call.inputs, rows.shape[1], rows.device)
-            found.append(CallRows(index, rows, None, call.inputs, call.inputs, call.inputs))
-        return {i: found} if found else {}
+            inputs.append(CallRows(index, rows, None, call.inputs, call.inputs, call.inputs))
+        return {i: inputs} if inputs else {}
 
     def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:
-        """Return the share of each call's inputs that equals the share of the first one, which had ``first`` rows."""
+        """Return the same share of the rows of each call's input; the first call had ``first`` rows."""
         if self._max_rows is None:
             return None
-        room = min(self._max_rows, sample_size(features))
-        return None if first <= room else chosen_rows(rows, -(-rows * room // first), device)
+        limit = min(self._max_rows, sample_size(features))
+        return None if first <= limit else chosen_rows(rows, -(-rows * limit // first), device)
 
     def drop_inputs(self) -> None:
-        """Free what was kept of the layers' inputs, so that a replay finds room."""
+        """Free the rows of inputs, to leave memory for a replay."""
         for calls in self.calls.values():
             for call in calls:
                 call.h_in = None
 
 
-def nothing(root: RootCall) -> None:
-    """Foresees nothing."""
+def no_foresight(root: RootCall) -> None:
+    """Return ``None``: the samples that will be rerun are not known."""

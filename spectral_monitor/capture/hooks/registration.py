@@ -1,4 +1,4 @@
-"""Hooks that stay with the module they were registered on."""
+"""Registration of hooks: copies of a module do not carry them, and compiled code is not compiled again for them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch.autograd.graph import get_gradient_edge
 Owner = TypeVar("Owner")
 
 Harmless = Callable[[str], AbstractContextManager[None]]
-"""What is done -> to be entered around it: an error there costs the measurement, never the step."""
+"""Name of some work -> a context for it, in which an error costs the measurement but never the step."""
 
 
 class Removable(Protocol):
     """Handle of a registration."""
 
     def remove(self) -> None:
-        """Take it back."""
+        """Undo the registration."""
 
 
 class Hook:
-    """A function to be registered as a hook; copies and pickles of the module carry none of it.
+    """A function to be registered as a hook, which copies and pickles of the module do not carry.
 
-    A user may copy a model (a teacher, a running average) or save it while a step is measured. What is registered
-    then would go with it, with all it refers to, and stay on the copy for ever. Instead the copy gets a hook that
-    does nothing and that can be loaded where this package is not installed.
+    A user may copy a model (a teacher, a running average) or save it while a step is measured. The copy would keep the
+    hook for ever, with everything it refers to. Instead the copy gets a hook that does nothing, and that can be loaded
+    where this package is not installed.
 
     Attributes:
-        compiled: whether it was called inside code that is compiled, of which the function is no part.
+        compiled: whether the hook was called inside compiled code.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -39,9 +39,9 @@ class Hook:
         self.compiled = False
 
     def __call__(self, *args: Any) -> Any:
-        """Return what the function returns; ``None`` inside code that is compiled."""
+        """Return the function's result; ``None`` inside compiled code."""
         if torch.compiler.is_compiling():
-            self.compiled = True  # the compiler notes that as well, and does it whenever that code runs
+            self.compiled = True  # the compiler records the assignment, and repeats it whenever the code runs
             return None
         return self.function(*args)
 
@@ -51,54 +51,61 @@ class Hook:
 
 class Hooks(Generic[Owner]):
     """Registers hooks on modules or optimizers, but not on those that were called inside compiled code: each new hook
-    there would have it compiled again.
+    would force a recompilation.
     """
 
     def __init__(self) -> None:
-        self._known: set[Owner] = set()
+        self._compiled_earlier: set[Owner] = set()
         self._live: list[tuple[Owner, Hook]] = []
 
     @property
     def compiled(self) -> set[Owner]:
-        """Those whose hooks were called inside compiled code, in this step or an earlier one."""
-        return self._known | {owner for owner, hook in self._live if hook.compiled}
+        """The modules or optimizers whose hooks were called inside compiled code, in this step or an earlier one."""
+        return self._compiled_earlier | {owner for owner, hook in self._live if hook.compiled}
 
     def add(
         self, owner: Owner, register: Callable[..., Removable], function: Callable[..., Any], **options: Any
     ) -> list[Removable]:
-        """Register a function; return the handle, and nothing where it is not registered.
+        """Register a function; return the handle, or no handle for an owner whose calls are compiled.
 
         Args:
-            owner: whose calls are seen.
-            register: its method that registers a hook, or that of a part of it.
-            function: what the hook calls.
+            owner: the module or optimizer whose calls are seen.
+            register: the method of the owner, or of a part of it, that registers a hook.
+            function: called by the hook.
             options: for ``register``.
         """
-        if owner in self._known:
+        if owner in self._compiled_earlier:
             return []
         self._live.append((owner, hook := Hook(function)))
         return [register(hook, **options)]
 
-    def remove(self, handles: list[Removable]) -> None:
-        """Take back what handles stand for, hooks of these among them, and forget it, but not whose calls were
-        compiled.
+    def add_around(self, module: Any, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[Removable]:
+        """Register two functions around the calls of a module; return the handles.
+
+        ``enter`` comes first, to see the arguments before the user's own pre-hooks change them.
         """
+        before, after = module.register_forward_pre_hook, module.register_forward_hook
+        entering = self.add(module, before, enter, prepend=True, with_kwargs=True)
+        return [*entering, *self.add(module, after, leave, with_kwargs=True, always_call=True)]
+
+    def remove(self, handles: list[Removable]) -> None:
+        """Remove these registrations and forget all hooks, but not which owners' calls are compiled."""
         while handles:
             handles.pop().remove()
-        self._known = self.compiled
+        self._compiled_earlier = self.compiled
         self._live.clear()
 
 
 class WrappedCall:
-    """Shows calls of a module that was compiled in place, where hooks would be part of what is compiled.
+    """Calls functions around a module that was compiled in place, where hooks would become part of the compiled code.
 
-    Such a module is called by what torch keeps beside it, which copies and pickles of the module leave out. That is
-    exchanged until :meth:`remove`.
+    torch calls such a module through an attribute, which copies and pickles leave out. It is replaced until
+    :meth:`remove`.
     """
 
     def __init__(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
-        self._space = vars(module)
-        self._compiled = compiled = self._space["_compiled_call_impl"]
+        self._attributes = vars(module)
+        self._compiled = compiled = self._attributes["_compiled_call_impl"]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             output = None
@@ -109,22 +116,22 @@ class WrappedCall:
                 leave(module, args, kwargs, output)
             return output
 
-        self._call = self._space["_compiled_call_impl"] = call
+        self._call = self._attributes["_compiled_call_impl"] = call
 
     def remove(self) -> None:
-        """Put back what was there, unless somebody else has put something there."""
-        if self._space.get("_compiled_call_impl") is self._call:
-            self._space["_compiled_call_impl"] = self._compiled
+        """Restore the attribute, unless somebody else has replaced it since."""
+        if self._attributes.get("_compiled_call_impl") is self._call:
+            self._attributes["_compiled_call_impl"] = self._compiled
 
 
 class GradientHook:
-    """Calls a function where the gradient of a parameter arrives, in the graph: the parameter shows no trace of it.
+    """Calls a function where the gradient of a parameter arrives in the graph, without a change of the parameter.
 
-    It keeps the node alive, which would else be made again without the hook.
+    It keeps the node alive: torch would otherwise make a new one, without the hook.
 
     Args:
         p: a leaf that requires a gradient.
-        function: is given gradients as torch's hooks on nodes are, before they are added.
+        function: called like torch's pre-hooks of nodes, before the gradient is added.
     """
 
     def __init__(self, p: Tensor, function: Callable[..., None]) -> None:
@@ -132,7 +139,7 @@ class GradientHook:
         self._handle = node.register_prehook(function)
 
     def remove(self) -> None:
-        """Take it back."""
+        """Remove the hook."""
         self._handle.remove()
 
 
@@ -142,24 +149,20 @@ def ancestors(model: nn.Module, targets: set[int]) -> list[nn.Module]:
 
 
 def in_transform() -> bool:
-    """Return whether this is called inside ``vmap``, ``grad`` or another transform of ``torch.func``, where tensors
-    differ from those outside.
-    """
+    """Return whether ``vmap``, ``grad`` or another transform of ``torch.func`` runs this code, on wrapped tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def backward_pass() -> int:
-    """Return the number of the backward pass this is called in the middle of, -1 outside one; those that begin later,
-    inside it or after it, have larger ones.
-    """
+    """Return the number of the running backward pass, -1 outside one; passes that begin later have larger numbers."""
     return int(torch._C._current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Return whether this is called in the middle of a backward pass."""
+    """Return whether a backward pass is running."""
     return backward_pass() != -1
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Have a function called when the backward pass this is called in ends, after all that was asked for before."""
+    """Call a function when the running backward pass ends, after all functions that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -1,4 +1,4 @@
-"""Calls of a model that return the loss, to be made again once the optimizer has stepped."""
+"""Calls of a model that return the loss, recorded to be repeated after the optimizer's step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from spectral_monitor.capture.replay.replay import RootCall
 
 
 class ReturnedLosses:
-    """Remembers each call of a model that returns a loss with a graph, and what gradients reach it, while armed.
+    """Records each call of a model that returns a loss with a graph, and the gradients of that loss, while armed.
 
     Attributes:
         calls: one for each micro-batch, in order.
     """
 
     def __init__(self, model: nn.Module, harmless: Harmless) -> None:
-        """``harmless``: to be entered around what hooks do."""
+        """``harmless``: entered around the work of hooks."""
         self._model, self._harmless = model, harmless
         self.calls: list[RootCall] = []
         self._handles: list[Removable] = []
@@ -30,18 +30,14 @@ class ReturnedLosses:
     def arm(self) -> None:
         """Register the hooks."""
         self.disarm()
-        model = self._model
-        # First in line, to see the arguments before the user's own pre-hooks change them.
-        before, after = model.register_forward_pre_hook, model.register_forward_hook
-        self._handles += self._hooks.add(model, before, self._enter, prepend=True, with_kwargs=True)
-        self._handles += self._hooks.add(model, after, self._leave, with_kwargs=True, always_call=True)
+        self._handles += self._hooks.add_around(self._model, self._enter, self._leave)
 
     def close(self) -> None:
-        """Remove the hooks on calls: the optimizer steps now."""
+        """Remove the hooks before the optimizer steps, but keep the calls."""
         self._hooks.remove(self._handles)
 
     def disarm(self) -> None:
-        """Remove every hook and drop what was remembered; safe to call at any time."""
+        """Remove the hooks and drop the calls; safe to call at any time."""
         self.close()
         self.calls, self._depth, self._open = [], 0, None
 

@@ -1,4 +1,4 @@
-"""Tell from the graph of a step which operators' outputs no other operator reads."""
+"""Find the readouts in the graph of a step: the operators whose outputs no other operator reads."""
 
 from __future__ import annotations
 
@@ -14,77 +14,76 @@ Node = Any
 
 
 @dataclass(frozen=True)
-class Ran:
+class OperatorCall:
     """One call of one operator."""
 
-    layer: int  # its index
-    # where its output is in the graph; ``None`` if it was made without one (activation checkpointing)
-    node: Node | None
-    root: int  # id of the outermost call it was part of
-    graded: bool  # whether a gradient arrived at its output
+    layer: int  # index of the layer
+    node: Node | None  # of its output; ``None`` if it was computed without a graph (activation checkpointing)
+    root: int  # id of the outermost call around it
+    has_gradient: bool  # whether a gradient arrived at its output
 
 
-def readouts(ran: Sequence[Ran], trainers: Mapping[int, Hashable]) -> dict[int, bool]:
+def readouts(calls: Sequence[OperatorCall], trainers: Mapping[int, Hashable]) -> dict[int, bool]:
     """Return for each operator that ran in a trained network whether it is a readout.
 
     1. Calls belong to one network if they are part of one outermost call, or if one trainer steps their weights. So a
-       generator and its discriminator are two networks, an encoder and its decoder are one, and a network that nobody
-       trains is none.
-    2. The readouts of a network are the operators whose outputs get a gradient and are read by no other one of it.
-    3. If what ran last is not in the graph, or every output is read by some other operator (a loop), what ran last is.
+       generator and its discriminator are two networks, an encoder and its decoder are one.
+    2. The readouts of a network are the operators whose outputs get a gradient and are not read by another operator.
+    3. If the last operator is not in the graph, or every output is read by another operator (a loop), the last operator
+       is the readout.
 
     Args:
-        ran: calls in the order in which they ended.
-        trainers: operator -> who steps its weight in this step; of those that are not stepped nothing.
+        calls: in the order in which they ended.
+        trainers: operator -> the trainer that steps its weight in this step, for those that are stepped.
     """
-    found: dict[int, bool] = {}
-    for calls in _networks(ran, trainers):
-        if not any(call.graded and call.layer in trainers for call in calls):
+    are_readouts: dict[int, bool] = {}
+    for network in _networks(calls, trainers):
+        if not any(call.has_gradient and call.layer in trainers for call in network):
             continue
-        graded = [call for call in calls if call.graded]
-        last = graded[-1]
-        ends = {call.layer for call in graded if call.node is not None} - _read(calls)
-        chosen = ends if ends and last.node is not None else {last.layer}
-        found.update((call.layer, call.layer in chosen) for call in calls)
-    return found
+        with_gradient = [call for call in network if call.has_gradient]
+        last = with_gradient[-1]
+        unread = {call.layer for call in with_gradient if call.node is not None} - _read(network)
+        chosen = unread if unread and last.node is not None else {last.layer}
+        are_readouts.update((call.layer, call.layer in chosen) for call in network)
+    return are_readouts
 
 
-def _networks(ran: Sequence[Ran], trainers: Mapping[int, Hashable]) -> list[list[Ran]]:
+def _networks(calls: Sequence[OperatorCall], trainers: Mapping[int, Hashable]) -> list[list[OperatorCall]]:
     """Return the calls of each network, in order; the network of the last call is the last one."""
-    together: dict[Hashable, list[int]] = defaultdict(list)
-    for place, call in enumerate(ran):
-        together["root", call.root].append(place)
+    connected: dict[Hashable, list[int]] = defaultdict(list)
+    for position, call in enumerate(calls):
+        connected["root", call.root].append(position)
         if call.layer in trainers:
-            together["trainer", trainers[call.layer]].append(place)
-    groups = Groups(range(len(ran)))
-    for places in together.values():
-        groups.join(places)
-    return [[ran[place] for place in group] for group in sorted(groups.sets(), key=max)]
+            connected["trainer", trainers[call.layer]].append(position)
+    groups = Groups(len(calls))
+    for positions in connected.values():
+        groups.join(positions)
+    return [[calls[position] for position in group] for group in sorted(groups.sets(), key=max)]
 
 
-def _read(calls: Sequence[Ran]) -> set[int]:
+def _read(calls: Sequence[OperatorCall]) -> set[int]:
     """Return the operators whose outputs another one reads.
 
-    Leaves are passed by: two operators that share an input, or a weight, do not read each other.
+    Leaves do not connect operators: two operators that share an input, or a weight, do not read each other.
     """
-    made = {call.node: call.layer for call in calls if call.node is not None}
+    layer_of = {call.node: call.layer for call in calls if call.node is not None}
     counts = Counter(call.layer for call in calls)
     read: set[int] = set()
-    seen: set[Node] = set()
+    visited_once: set[Node] = set()
     for call in calls:
-        # What lies before a node is looked at once, but for a layer that is called several times: it may be the one
-        # that lies there, and does not count as a reader of itself.
-        passed = seen if counts[call.layer] == 1 else set()
-        waiting = [] if call.node is None else _sources(call.node)
-        while waiting:
-            node = waiting.pop()
-            if node in passed:
+        # Nodes are visited once for all calls. But a layer that is called several times does not read itself, so its
+        # calls must not hide nodes from the other layers.
+        visited = visited_once if counts[call.layer] == 1 else set()
+        stack = [] if call.node is None else _sources(call.node)
+        while stack:
+            node = stack.pop()
+            if node in visited:
                 continue
-            passed.add(node)
-            if node not in made:
-                waiting += _sources(node)
-            elif made[node] != call.layer:
-                read.add(made[node])
+            visited.add(node)
+            if node not in layer_of:
+                stack += _sources(node)
+            elif layer_of[node] != call.layer:
+                read.add(layer_of[node])
     return read
 
 

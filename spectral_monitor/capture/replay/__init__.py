@@ -1,1 +1,1 @@
-"""Run a forward pass again, leaving no trace."""
+"""Replay of a forward pass without side effects."""

@@ -1,4 +1,4 @@
-"""The samples of a batch: of nested containers of tensors, those that have an entry for each."""
+"""Samples of a batch: nested containers of tensors, some of which have an entry for each sample."""
 
 from __future__ import annotations
 
@@ -14,90 +14,89 @@ from torch import Tensor, nn
 from spectral_monitor.state.dtensor import is_distributed
 
 Samples = slice | list[int]
-"""Some of the samples of a batch, by their places in it."""
+"""Some of the samples of a batch, by their indices."""
 
 
-def tree_map(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of nested containers, of their own types, with ``of`` applied to each tensor; anything else is
-    shared.
+def tree_map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of nested containers, of their own types, with a function applied to each tensor.
 
-    What cannot be changed is copied only if something inside is.
+    Other leaves are shared, and so are tuples in which nothing changes.
 
     Raises:
-        Exception: what copying a container of the user's raises.
+        Exception: an error in copying a container of the user's.
     """
     if isinstance(value, Tensor):
-        return of(value)
+        return function(value)
     if _wraps_dict(value):
-        copied = _copied(value)
-        copied.data = tree_map(value.data, of)
-        return copied
-    inside = contents(value)
-    if inside is None:
+        container = _copied(value)
+        container.data = tree_map(value.data, function)
+        return container
+    old_items = contents(value)
+    if old_items is None:
         return value
-    items = [(key, tree_map(item, of)) for key, item in inside]
+    items = [(key, tree_map(item, function)) for key, item in old_items]
     if isinstance(value, tuple):
-        same = all(new is old for (_, new), (_, old) in zip(items, inside, strict=True))
+        same = all(new is old for (_, new), (_, old) in zip(items, old_items, strict=True))
         return value if same else _tuple_like(value, [item for _, item in items])
-    copied = _copied(value)
-    for (key, new), (_, old) in zip(items, inside, strict=True):
+    container = _copied(value)
+    for (key, new), (_, old) in zip(items, old_items, strict=True):
         if isinstance(value, (list, dict)):
-            copied[key] = new
+            container[key] = new
         elif new is not old:
-            object.__setattr__(copied, key, new)  # dataclasses may be frozen
-    return copied
+            object.__setattr__(container, key, new)  # dataclasses may be frozen
+    return container
 
 
 def contents(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return what a container holds, and under which index, key or name; ``None`` for anything else."""
+    """Return the items of a container, each with its index, key or name; ``None`` for anything else."""
     if isinstance(value, (tuple, list)):
         return list(enumerate(value))
     if isinstance(value, dict) or _wraps_dict(value):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        # What __post_init__ has added is no field; with slots there are fields alone.
+        # Attributes that __post_init__ adds are no fields; a class with slots has only fields.
         names = dict.fromkeys([*(f.name for f in fields(value)), *getattr(value, "__dict__", ())])
         return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     return None
 
 
 def _wraps_dict(value: Any) -> bool:
-    """Return whether it is a UserDict, a BatchEncoding or the like."""
+    """Return whether a value is a UserDict, a BatchEncoding or the like."""
     return not isinstance(value, dict) and isinstance(value, Mapping) and isinstance(getattr(value, "data", None), dict)
 
 
 def _copied(value: Any) -> Any:
-    copied = copy.copy(value)
-    if copied is value:
+    container = copy.copy(value)
+    if container is value:
         raise TypeError(f"a copy of a {type(value).__name__} is itself")
-    return copied
+    return container
 
 
 def _tuple_like(value: Any, items: list[Any]) -> Any:
-    """Return a tuple of the same class, whose constructor may take anything."""
+    """Return a tuple of the same class, without a call of its constructor, which may take any arguments."""
     kind = type(value)
-    if hasattr(kind, "n_fields"):  # what torch.max returns, for one, can only be made by its class
+    if hasattr(kind, "n_fields"):  # torch's own named tuples, such as the output of torch.max, need theirs
         return kind(items)
-    made = tuple.__new__(kind, items)
+    new = tuple.__new__(kind, items)
     if hasattr(value, "__dict__"):
-        vars(made).update(vars(value))
-    return made
+        vars(new).update(vars(value))
+    return new
 
 
-def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf that :func:`tree_map` maps or shares, and its place."""
-    inside = None if isinstance(value, Tensor) else contents(value)
-    if inside is None:
-        yield where, value
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each leaf that :func:`tree_map` maps or shares, with its path."""
+    items = None if isinstance(value, Tensor) else contents(value)
+    if items is None:
+        yield path, value
     else:
-        for key, item in inside:
-            yield from leaves(item, f"{where}/{key}")
+        for key, item in items:
+            yield from leaves(item, f"{path}/{key}")
 
 
 def batch_size(tree: Any) -> int | None:
-    """Entries of the first tensor with several along its first dimension, else of the first one.
+    """Return the number of samples: the length of the first tensor that is longer than 1, else of the first one.
 
-    ``None`` without a tensor that has dimensions, or where not all can be cut.
+    It is ``None`` without a tensor that has dimensions, or if a tensor cannot be sliced.
     """
     tensors = [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
     if any(x.layout != torch.strided or x.is_nested or is_distributed(x) for x in tensors):
@@ -107,10 +106,10 @@ def batch_size(tree: Any) -> int | None:
 
 
 def signature(tree: Any) -> tuple[tuple[str, Hashable, str], ...]:
-    """Return the places of the leaves, their kinds, and the values of numbers, words and the like.
+    """Return the paths of the leaves, their kinds, and the values of numbers and strings.
 
-    :func:`slice_batch` cuts the same tensors of batches of one signature, and no word or number among the arguments
-    tells a forward to treat them differently.
+    :func:`slice_batch` slices the same tensors in batches with one signature, and the forward is given the same numbers
+    and strings.
     """
     size = batch_size(tree)
 
@@ -119,30 +118,26 @@ def signature(tree: Any) -> tuple[tuple[str, Hashable, str], ...]:
             return leaf.ndim, leaf.ndim > 0 and len(leaf) == size
         return type(leaf).__qualname__
 
-    return tuple((where, kind(leaf), _value(leaf)) for where, leaf in leaves(tree))
+    return tuple((path, kind(leaf), _value(leaf)) for path, leaf in leaves(tree))
 
 
 def _value(leaf: Any) -> str:
-    """Return a number, a word or a member of an Enum as text that is the same in every process; otherwise an empty
-    string.
-    """
+    """Return a number, a string or a member of an Enum as text, the same in every process; empty for other leaves."""
     if isinstance(leaf, Enum):
         return str(leaf.name or leaf.value)
-    plain = next((known for known in (int, float, complex, str, bytes) if isinstance(leaf, known)), None)
+    plain = next((kind for kind in (int, float, complex, str, bytes) if isinstance(leaf, kind)), None)
     return "" if plain is None else plain.__repr__(leaf)
 
 
-def slice_batch(tree: Any, which: Samples) -> Any:
-    """Return a copy of the tree with some samples only, a range or a choice: tensors are cut that have as many entries
-    as the batch has samples.
-    """
+def slice_batch(tree: Any, samples: Samples) -> Any:
+    """Return a copy of the tree with some samples only: tensors with an entry for each sample are sliced."""
     size = batch_size(tree)
 
-    def some(x: Tensor) -> Tensor:
-        chosen = x[which] if x.ndim and len(x) == size else x
-        return chosen.detach().clone().requires_grad_(x.requires_grad)
+    def sliced(x: Tensor) -> Tensor:
+        part = x[samples] if x.ndim and len(x) == size else x
+        return part.detach().clone().requires_grad_(x.requires_grad)
 
-    return tree_map(tree, some)
+    return tree_map(tree, sliced)
 
 
 @dataclass(frozen=True)
@@ -155,19 +150,19 @@ class BatchSlice:
         (12, 24, None)
     """
 
-    samples: int  # how many they are
-    batch: int  # how many there are
-    # calls, as (layer index, number of the call), whose outputs have no entry for each sample: position embeddings for
-    # instance
+    samples: int  # number of samples in the slice
+    batch: int  # number of samples in the batch
+    # calls, as (layer index, number of the call), whose outputs have no entries for samples, such as position
+    # embeddings
     common: frozenset[tuple[int, int]] = frozenset()
 
     def rows(self, call: tuple[int, int], count: int) -> int | None:
-        """Return how many of a call's first rows belong to these samples; ``None`` if that is no whole number."""
+        """Return the number of a call's first rows that belong to these samples; ``None`` if that is no integer."""
         if call in self.common:
             return count
-        rows, rest = divmod(count * self.samples, self.batch)
-        return None if rest else rows
+        rows, remainder = divmod(count * self.samples, self.batch)
+        return None if remainder else rows
 
-    def whole(self, call: tuple[int, int], rows: int) -> int:
-        """Return how many rows a call has of which these samples have so many."""
+    def all_rows(self, call: tuple[int, int], rows: int) -> int:
+        """Return the number of rows of a call for the whole batch, from its number for these samples."""
         return rows if call in self.common else rows * self.batch // self.samples

@@ -1,6 +1,6 @@
-"""A pass beside the step: compiled code calls no hooks, so a few samples go through the same modules eagerly.
+"""An eager pass beside the step: compiled code calls no hooks, so a few samples go through the same modules eagerly.
 
-Its gradients begin where those of the step arrived: at what the outermost call returned.
+Its backward pass begins with the gradients that arrived in the step at the outputs of the outermost call.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from spectral_monitor.state.rng import AutocastState
 from spectral_monitor.state.snapshot import in_place_of_forward
 
 AUTOCAST_DECORATOR = "decorate_autocast"
-"""The function of torch's that calls a decorated one under autocast; decorated ones are told by it."""
+"""Name of torch's wrapper around functions that are decorated with ``torch.autocast``."""
 
 
 @contextmanager
 def precisely(module: nn.Module) -> Iterator[None]:
-    """Inside, a module computes without autocast, and what is compiled as if it were not.
-
-    No graph is made, and none is dropped.
-    """
+    """Run a module inside without autocast and without compiled code; compiled code is neither made nor dropped."""
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(AutocastState.now(module).disabled().replayed())
@@ -41,30 +38,32 @@ def precisely(module: nn.Module) -> Iterator[None]:
 
 
 def undecorated(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Return the modules whose ``forward`` is decorated with ``torch.autocast``, as Hugging Face's Trainer does it, and
-    what is decorated.
+    """Return each module whose ``forward`` is decorated with ``torch.autocast``, as Hugging Face's Trainer does, with
+    the undecorated ``forward``.
     """
-    found = {}
+    forwards = {}
     for module in model.modules():
-        outer, inner = module.forward, None
-        while (below := getattr(outer, "__wrapped__", None)) is not None:
-            code = getattr(outer, "__code__", None)
-            inner = below if code is not None and code.co_name == AUTOCAST_DECORATOR else inner
-            outer = below
-        if inner is not None:
-            found[module] = inner if hasattr(inner, "__self__") else MethodType(inner, module)
-    return found
+        function, undecorated_forward = module.forward, None
+        while (inner := getattr(function, "__wrapped__", None)) is not None:
+            code = getattr(function, "__code__", None)
+            if code is not None and code.co_name == AUTOCAST_DECORATOR:
+                undecorated_forward = inner
+            function = inner
+        if undecorated_forward is not None:
+            bound = hasattr(undecorated_forward, "__self__")
+            forwards[module] = undecorated_forward if bound else MethodType(undecorated_forward, module)
+    return forwards
 
 
 class OutputGradients:
-    """Gradients that arrive at the tensors a call returned.
+    """Gradients that arrive at the tensors in the output of a call.
 
     Attributes:
         handles: of the hooks.
 
     Args:
-        output: what the call returned, in nested containers.
-        arriving: called at each gradient; whether it is one of the step's.
+        output: nested containers of tensors.
+        arriving: called at each gradient; returns whether it belongs to the step.
     """
 
     def __init__(self, output: Any, arriving: Callable[[], bool]) -> None:
@@ -78,22 +77,22 @@ class OutputGradients:
     def _keep(self, k: int, gradient: Tensor | None) -> None:
         if gradient is None or not self._arriving():
             return
-        before = self._gradients[k]
-        there = None if before is None else before.get()
-        self._gradients[k] = GuardedTensor(gradient if there is None else there + gradient)
+        guarded = self._gradients[k]
+        earlier = None if guarded is None else guarded.get()
+        self._gradients[k] = GuardedTensor(gradient if earlier is None else earlier + gradient)
 
     @property
     def arrived(self) -> bool:
-        """True if there was any."""
+        """True if a gradient has arrived."""
         return any(gradient is not None for gradient in self._gradients)
 
     def send(self, output: Any, portion: BatchSlice | None, arrivals: Sequence[Arrival]) -> None:
-        """Send the gradients of the step through what the same call returned once more, as far as some outputs.
+        """Run a backward pass with the gradients of the step, from a repeated call back to some outputs inside it.
 
         Args:
-            output: of the call for the first samples of the batch, or for all of it.
-            portion: which those are; ``None`` for all.
-            arrivals: those outputs.
+            output: of the repeated call, for the first samples of the batch or for all.
+            portion: the first samples; ``None`` for all.
+            arrivals: the outputs inside.
 
         Raises:
             ValueError: the call returned something else, or gradients were overwritten.
@@ -113,17 +112,13 @@ class OutputGradients:
 
 
 class LossGradient:
-    """The gradient that the backward pass began with, at the loss that a training step returned.
-
-    Attributes:
-        value: of the gradient.
-    """
+    """The gradient of a training step's loss, with which the backward pass began."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
     def send(self, output: Any, portion: BatchSlice | None, arrivals: Sequence[Arrival]) -> None:
-        """Send it through the loss in what the same step returned once more; see :meth:`OutputGradients.send`.
+        """Run a backward pass from the loss in the output of the repeated step; see :meth:`OutputGradients.send`.
 
         Raises:
             ValueError: there is no loss.
@@ -135,45 +130,44 @@ class LossGradient:
 
 
 def _send(ends: Sequence[tuple[Tensor, Tensor]], arrivals: Sequence[Arrival]) -> None:
-    """Send gradients from tensors, each given with its own, as far as some outputs in their graph."""
-    known = {arrival.place: arrival for arrival in arrivals}
+    """Run a backward pass from pairs of a tensor and its gradient, back to some outputs in their graph."""
+    by_edge = {arrival.edge[:2]: arrival for arrival in arrivals}
     for x, gradient in ends:
-        # One may have been computed from another. What arrives at each is given, and takes the place of what the others
-        # send it here.
-        end = known.get((x.grad_fn, x.output_nr)) or Arrival(x)
-        end.given = gradient
-    nothing = [torch.zeros_like(x) for x, _ in ends]
-    torch.autograd.grad([x for x, _ in ends], [arrival.edge for arrival in arrivals], nothing, allow_unused=True)
+        # A tensor may be computed from another one. The gradient of the step is the sum over all its uses, so it
+        # replaces what arrives from the others here.
+        arrival = by_edge.get(get_gradient_edge(x)[:2]) or Arrival(x)
+        arrival.known_gradient = gradient
+    zeros = [torch.zeros_like(x) for x, _ in ends]
+    torch.autograd.grad([x for x, _ in ends], [arrival.edge for arrival in arrivals], zeros, allow_unused=True)
 
 
 class Arrival:
-    """Place where the gradient of an output arrives, before whoever registers a hook there later.
+    """The edge of the graph at which the gradient of an output arrives, before hooks that are registered later.
 
     Attributes:
-        given: that gradient, if it is known; it takes the place of what arrives.
+        known_gradient: replaces the gradient that arrives.
     """
 
     def __init__(self, output: Tensor) -> None:
         self.edge = get_gradient_edge(output)  # of the output itself, whatever is done to it in place
-        self.place = output.grad_fn, output.output_nr
-        self.given: Tensor | None = None
-        output.register_hook(lambda arriving: self.given)
+        self.known_gradient: Tensor | None = None
+        output.register_hook(lambda arriving: self.known_gradient)
 
 
-def _part(gradient: Tensor, now: Tensor, portion: BatchSlice | None) -> Tensor:
-    """Return the gradient of what is there of an output; that of a mean over samples is shared out among them.
+def _part(gradient: Tensor, output: Tensor, portion: BatchSlice | None) -> Tensor:
+    """Return the part of a gradient that belongs to the output for a portion; of a mean over samples, its share.
 
     Raises:
-        ValueError: of which samples its rows are cannot be told.
+        ValueError: the rows do not correspond to samples.
     """
-    if gradient.shape == now.shape:
-        return gradient * (portion.samples / portion.batch) if portion is not None and not now.ndim else gradient
-    whole = portion is not None and now.ndim and len(gradient) * portion.samples == len(now) * portion.batch
-    if not whole or gradient.shape[1:] != now.shape[1:]:
-        raise ValueError(f"it returns {tuple(now.shape)}, and returned {tuple(gradient.shape)} before")
-    return gradient[: len(now)]
+    if gradient.shape == output.shape:
+        return gradient * (portion.samples / portion.batch) if portion is not None and not output.ndim else gradient
+    by_samples = portion is not None and output.ndim and len(gradient) * portion.samples == len(output) * portion.batch
+    if not by_samples or gradient.shape[1:] != output.shape[1:]:
+        raise ValueError(f"it returns {tuple(output.shape)}, and returned {tuple(gradient.shape)} before")
+    return gradient[: len(output)]
 
 
 def _distinct(output: Any) -> list[Tensor]:
-    """Return the tensors in what a call returned, each once."""
+    """Return the tensors in the output of a call, each once."""
     return list({id(x): x for x in tensors_in(output)}.values())

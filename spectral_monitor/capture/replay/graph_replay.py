@@ -1,4 +1,4 @@
-"""The outputs of layers in a forward that is run again with its graph, and passes through that graph."""
+"""Outputs of layers in a repeated forward with its graph, and backward passes through that graph."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from spectral_monitor.state.rng import RandomState
 
 
 class Graph:
-    """Layer index -> of each call the output and where in the graph it is; no edge where no graph leads to it.
+    """The outputs of layers and their edges in the graph, by layer index, one for each call.
 
     Attributes:
-        outputs: copies, for what comes after a layer may work in place on what it returns.
-        edges: where gradients of the outputs themselves arrive.
+        outputs: copies, because the next layer may change an output in place.
+        edges: where gradients of the outputs arrive; ``None`` for outputs without a graph.
     """
 
     def __init__(self, copies: bool) -> None:
-        """``copies``: whether the outputs are kept, or only their edges."""
+        """``copies``: whether to keep outputs, or only their edges."""
         self._copies = copies
         self.outputs: dict[int, list[Tensor]] = {}
         self.edges: dict[int, list[GradientEdge | None]] = {}
 
-    def add(self, i: int, given: Tensor | None, out: Tensor, layer: Layer) -> None:
+    def add(self, i: int, x: Tensor | None, out: Tensor, layer: Layer) -> None:
         """Record one more call of layer ``i``."""
         self.edges.setdefault(i, []).append(get_gradient_edge(out) if out.requires_grad else None)
         if self._copies:
@@ -37,14 +37,14 @@ class Graph:
 
 
 def sees_all_modules() -> str:
-    """Return why passes through a graph would be noticed by somebody; empty if they would not."""
-    everywhere = hooked._global_backward_hooks or hooked._global_backward_pre_hooks
-    return "a backward hook on all modules would see the backward passes that it takes" if everywhere else ""
+    """Return the reason why backward passes would be noticed by global hooks; empty if there are none."""
+    global_hooks = hooked._global_backward_hooks or hooked._global_backward_pre_hooks
+    return "a backward hook on all modules would see the backward passes that it takes" if global_hooks else ""
 
 
 @contextmanager
 def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, parameters have no gradients; afterwards they have those of before, whatever backward passes add."""
+    """Take the gradients of parameters away inside, and restore them afterwards."""
     gradients = [(p, p.grad) for p in parameters if p.is_leaf]
     try:
         for p, _ in gradients:
@@ -57,10 +57,10 @@ def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def unseen(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, forwards build graphs, and passes through them call none of the backward hooks on modules and
-    parameters, leave no gradients and draw no random numbers that are missed later.
+    """Enable graphs inside, and hide backward passes: they call no backward hooks of modules and parameters, leave no
+    gradients, and do not advance random generators.
 
-    To be entered where modules are put back, hooks included: see :func:`~spectral_monitor.state.snapshot.preserved`.
+    Enter it inside :func:`~spectral_monitor.state.snapshot.preserved`, which restores the hooks of modules.
     """
     watched: dict[int, Tensor] = {id(p): p for p in (*model.parameters(), *parameters)}
     hooks: list[tuple[Tensor, Any]] = []
@@ -76,6 +76,6 @@ def unseen(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
         with gradients_kept(watched.values()), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        for p, found in hooks:
-            p._backward_hooks = found
+        for p, backward_hooks in hooks:
+            p._backward_hooks = backward_hooks
         randomness.restore()

@@ -1,4 +1,4 @@
-"""The flow of gradients from a loss that a call returned: did the backward pass begin there, and nowhere else."""
+"""Gradients around a loss that a call returned: they tell whether the backward pass began there, and only there."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from torch.utils.hooks import RemovableHandle
 from spectral_monitor.linalg.kernel_products import nodes_before
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
-SAMPLE = 4096
+MAX_ENTRIES = 4096
 """Entries of a gradient that are compared."""
-SCALE = 128
+MIN_SCALE = 128
 """Half precision multiplies losses by powers of two that are hardly ever smaller; nobody weights a loss like that."""
 
 
 class LossFlow:
-    """Gradients that reach what a call returned, beside those that come from the loss in it.
+    """Gradients that reach a loss in the output of a call, and the other tensors in that output.
 
-    A network may return a scalar that is part of the loss only, such as the commitment loss of a VQ-VAE beside its
-    reconstruction: then gradients reach the reconstruction too, and not through that scalar. Where the scalar is the
-    whole loss, the gradient of any other output (logits, hidden states) is the sum of those that the scalar's own graph
-    sends there. Both are compared, on some entries.
+    A network may return a scalar that is only part of the loss, such as the commitment loss of a VQ-VAE beside its
+    reconstruction. Then gradients reach the reconstruction by another way too. If the scalar is the full loss, the
+    gradient of any other output (logits, hidden states) is the sum of those that the scalar's graph sends there. Both
+    are compared, on some entries.
 
     Attributes:
-        gradients: that arrived at the loss: one, if all is well.
+        gradients: those that arrived at the loss; usually one.
         handles: of the hooks, on tensors and on nodes of the graph.
 
     Args:
-        loss: in what the call returned, with its graph.
-        output: all that it returned.
+        loss: in the output of the call, with its graph.
+        output: the output of the call.
     """
 
     def __init__(self, loss: Tensor, output: Any) -> None:
         self.gradients: list[Tensor] = []
-        self._arrived: dict[int, Tensor] = {}
-        self._sent: dict[int, Tensor] = {}
+        self._arrived: dict[int, Tensor] = {}  # by number of another output
+        self._sent: dict[int, Tensor] = {}  # by the loss's graph, likewise
         own = loss.grad_fn, loss.output_nr
-        others = {(o.grad_fn, o.output_nr): o for o in tensors_in(output) if o.grad_fn is not None}
-        others = {edge: other for edge, other in others.items() if edge != own}
+        edges_of = ((x, (x.grad_fn, x.output_nr)) for x in tensors_in(output))
+        others = {edge: x for x, edge in edges_of if x.grad_fn is not None and edge != own}
         number = {edge: i for i, edge in enumerate(others)}
         self.handles: list[RemovableHandle] = [loss.register_hook(self._begin)]
-        self.handles += [other.register_hook(partial(self._arrive, number[edge])) for edge, other in others.items()]
+        self.handles += [x.register_hook(partial(self._arrive, number[edge])) for edge, x in others.items()]
         for node in nodes_before([loss.grad_fn]) if others else ():
             edges = {i: number[edge] for i, edge in enumerate(node.next_functions) if edge in number}
             if edges:
@@ -55,62 +55,62 @@ class LossFlow:
         if gradient is not None:
             self.gradients.append(gradient.clone())
 
-    def _arrive(self, which: int, gradient: Tensor | None) -> None:
+    def _arrive(self, number: int, gradient: Tensor | None) -> None:
         if gradient is not None:
-            self._arrived[which] = _some(gradient)
+            self._arrived[number] = _sampled(gradient)
 
     def _send(self, edges: Mapping[int, int], inputs: Sequence[Tensor | None], outputs: Any) -> None:
-        """Add what a node of the loss's graph sends along its edges; ``inputs`` are the gradients of its inputs."""
-        for i, which in edges.items():
+        """Add the gradients that a node of the loss's graph sends; ``inputs`` are the gradients of its inputs."""
+        for i, number in edges.items():
             gradient = inputs[i]
             if gradient is not None:
-                sent, more = self._sent.get(which), _some(gradient)
-                self._sent[which] = more if sent is None else sent + more
+                earlier, new = self._sent.get(number), _sampled(gradient)
+                self._sent[number] = new if earlier is None else earlier + new
 
     def alone(self) -> Tensor:
-        """Return whether no gradient came from elsewhere, on the loss's device, without waiting for it."""
-        whole = self.gradients[0].new_ones((), dtype=torch.bool)
-        for which, arrived in self._arrived.items():
-            rest = arrived - self._sent[which] if which in self._sent else arrived
-            whole = whole & (rest.norm() <= torch.finfo(arrived.dtype).eps ** 0.5 * arrived.norm()).to(whole.device)
-        return whole
+        """Return whether all gradients came from the loss, as a tensor on its device, which is not waited for."""
+        alone = self.gradients[0].new_ones((), dtype=torch.bool)
+        for number, arrived in self._arrived.items():
+            other = arrived - self._sent[number] if number in self._sent else arrived
+            alone = alone & (other.norm() <= torch.finfo(arrived.dtype).eps ** 0.5 * arrived.norm()).to(alone.device)
+        return alone
 
     def whole(self, accumulated: int, parts: int = 1, *, divided: bool = False) -> Tensor | bool:
         """Return whether the backward pass began at the loss, as it is or divided by ``accumulated``.
 
-        Where the loss is one of ``parts`` that are summed over processes, which take the mean of their gradients, it
-        was multiplied by ``parts`` beforehand. ``divided``: whether it must have been divided.
+        The loss may be one of ``parts`` whose sum over processes is trained. Processes average gradients, so it was
+        multiplied by ``parts`` before. ``divided``: whether it must have been divided.
         """
         if len(self.gradients) != 1:
             return False
         gradient = self.gradients[0]
         eps = 4 * torch.finfo(gradient.dtype).eps
-        times = gradient * (accumulated / parts)
-        scaled = (times >= SCALE) & (torch.frexp(times.float()).mantissa == 0.5)
-        begun = ((times - 1).abs() <= eps) | scaled
-        return self.alone() & (begun if divided else begun | ((gradient - 1).abs() <= eps))
+        factor = gradient * (accumulated / parts)
+        scaled = (factor >= MIN_SCALE) & (torch.frexp(factor.float()).mantissa == 0.5)
+        is_divided = ((factor - 1).abs() <= eps) | scaled
+        return self.alone() & (is_divided if divided else is_divided | ((gradient - 1).abs() <= eps))
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in what a forward or a training step returns: a scalar, or the entry called ``loss``."""
+    """Return the loss in the output of a forward or a training step: a scalar, or the entry called ``loss``."""
     if isinstance(output, Tensor):
-        known = output.ndim == 0 and output.is_floating_point() and not is_distributed(output)
-        return output if known else None
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if named is None and isinstance(output, tuple):
+        is_loss = output.ndim == 0 and output.is_floating_point() and not is_distributed(output)
+        return output if is_loss else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple):
         scalars = [item for item in output if isinstance(item, Tensor) and loss_in(item) is not None]
-        named = scalars[0] if len(scalars) == 1 else None
-    return loss_in(named) if isinstance(named, Tensor) else None
+        loss = scalars[0] if len(scalars) == 1 else None
+    return loss_in(loss) if isinstance(loss, Tensor) else None
 
 
-def _some(gradient: Tensor) -> Tensor:
-    """Return a copy of some entries, the same ones of any gradient of that shape."""
+def _sampled(gradient: Tensor) -> Tensor:
+    """Return a copy of some entries: the same ones for all gradients of a shape."""
     flat = local_part(gradient.detach()).reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)].clone()
+    return flat[:: max(1, flat.numel() // MAX_ENTRIES)].clone()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a forward returns."""
+    """Yield the tensors in the output of a forward."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):

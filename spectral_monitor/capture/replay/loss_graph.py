@@ -1,6 +1,4 @@
-"""Read off the graph of a loss: inputs that went through an activation where it takes logits, say, the constants that
-a network multiplies embeddings with, and how deep it is.
-"""
+"""Facts from the graph of a loss: inputs that do not fit it, constant factors of embeddings, the network's depth."""
 
 from __future__ import annotations
 
@@ -19,35 +17,34 @@ UNFIT = {
     "NllLoss2D": RAW,
     "CtcLoss": RAW,
 }
-"""Node of a loss -> nodes whose outputs are no input for it: the first two take logits, others log-probabilities."""
+"""Node of a loss -> nodes whose outputs do not fit it: the first two take logits, the others log-probabilities."""
 SHAPES = (
     *("View", "UnsafeView", "Reshape", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze", "Slice", "Select", "Index"),
     *("ToCopy", "Clone", "Alias", "Expand", "AsStrided", "Narrow", "Split", "Unbind"),
 )
-"""Nodes that pass on what they are given in another shape or precision."""
+"""Nodes that only change shape or precision."""
 LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "NativeBatchNorm")
-"""Nodes behind which no part of a loss is looked for."""
+"""Nodes of the network: the loss does not extend behind them."""
 MATRICES = ("Addmm", "Mm", "Convolution", "MkldnnConvolution")
-"""Nodes that multiply with a matrix of the network's."""
+"""Nodes that multiply with a matrix of the network."""
 BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
-MOST = 200
-"""Nodes that are looked at for inputs of losses."""
+MAX_NODES = 200
+"""Nodes of a loss that are searched for inputs that do not fit."""
 
 
 def is_over_classes(loss: Tensor) -> bool:
-    """Return whether a loss is one of log-probabilities, as a cross entropy is."""
+    """Return whether a loss uses log-probabilities, as a cross entropy does."""
     nodes = [loss.grad_fn, *(node for _, _, node in _edges(loss.grad_fn))]
     return any(kind_of(node) == "LogSoftmax" for node in nodes)
 
 
 def has_unfit_input(loss: Tensor) -> bool:
-    """Return whether a loss that takes logits is given probabilities or what another activation returns, or whether one
-    of log-probabilities is given something else.
+    """Return whether a loss of logits gets outputs of an activation, or a loss of log-probabilities other inputs.
 
-    It is read off the graph, so of compiled losses nothing is known.
+    The graph tells, so nothing is known of compiled losses.
 
     Args:
-        loss: with a graph, of which the saved tensors may be gone.
+        loss: with a graph, whose saved tensors may be gone.
 
     Example:
         >>> import torch
@@ -58,34 +55,34 @@ def has_unfit_input(loss: Tensor) -> bool:
         >>> has_unfit_input(F.cross_entropy(logits.softmax(-1), target))
         True
     """
-    seen: set[Any] = set()
-    left = [loss.grad_fn]
-    while left and len(seen) < MOST:
-        node = left.pop(0)
-        if node is None or node in seen:
+    visited: set[Any] = set()
+    queue = [loss.grad_fn]
+    while queue and len(visited) < MAX_NODES:
+        node = queue.pop(0)
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        given = node.next_functions[0][0] if node.next_functions else None
-        if kind_of(_before_bias(before_shapes(given))) in UNFIT.get(kind_of(node), ()):
+        visited.add(node)
+        source = node.next_functions[0][0] if node.next_functions else None
+        if kind_of(_before_bias(before_shapes(source))) in UNFIT.get(kind_of(node), ()):
             return True
         if kind_of(node) not in LAYERS:
-            left += [following for following, _ in node.next_functions]
+            queue += [source for source, _ in node.next_functions]
     return False
 
 
 def before_shapes(node: Any) -> Any:
-    """Return the node that made what a node passes on, before it got its shape and precision."""
+    """Return the node that computed a node's values, before changes of shape and precision."""
     while kind_of(node) in SHAPES and node.next_functions:
         node = node.next_functions[0][0]
     return node
 
 
 def _before_bias(node: Any) -> Any:
-    """Return the node whose output a bias is added to, where a layer does that apart; else the node itself."""
+    """Return the node to whose output a node adds a bias; the node itself if it adds none."""
     if kind_of(node) == "Add" and len(node.next_functions) == 2:
-        (made, _), (bias, _) = node.next_functions
+        (product, _), (bias, _) = node.next_functions
         if (leaf := before_shapes(bias)) is not None and leaf.name().endswith("AccumulateGrad"):
-            return before_shapes(made)
+            return before_shapes(product)
     return node
 
 
@@ -95,16 +92,15 @@ def kind_of(node: Any) -> str:
 
 
 def embedding_scales(output: Tensor) -> dict[int, float]:
-    """Return number of rows -> what embeddings with so many are multiplied by, as in Vaswani et al. (2017).
+    """Return number of rows -> constant factor of embeddings with so many rows, as in Vaswani et al. (2017).
 
-    It is 1 where there is no such constant, or not the same one in every use. What is multiplied with anything but a
-    single number is not scaled.
+    The factor is 1 if there is none, if it is not a single number, or if it differs between uses.
 
     Args:
-        output: a loss, or what a model returns, with a graph through which no backward pass has gone yet.
+        output: a loss, or the output of a model, with a graph before its backward pass.
 
     Raises:
-        RuntimeError: one has, and took the constants.
+        RuntimeError: a backward pass has freed the constants.
 
     Example:
         >>> import torch
@@ -112,31 +108,31 @@ def embedding_scales(output: Tensor) -> dict[int, float]:
         >>> embedding_scales((4 * table(torch.arange(3))).sum())
         {10: 4.0}
     """
-    found: dict[int, set[float]] = {}
-    for consumer, place, node in _edges(output.grad_fn):
+    factors: dict[int, set[float]] = {}
+    for consumer, position, node in _edges(output.grad_fn):
         if kind_of(node) == "Embedding":
-            scale = _constant(consumer, place)
-            found.setdefault(int(node._saved_weight_sym_argsize_0), set()).add(scale)
-    return {rows: scales.pop() if len(scales) == 1 else 1.0 for rows, scales in found.items()}
+            rows = int(node._saved_weight_sym_argsize_0)
+            factors.setdefault(rows, set()).add(_constant(consumer, position))
+    return {rows: values.pop() if len(values) == 1 else 1.0 for rows, values in factors.items()}
 
 
 class Depth(NamedTuple):
-    """Depth of a network along the way from its output back to its inputs that has the fewest matrices."""
+    """Depth of a network: along the path with the fewest matrices, from its output back to its inputs."""
 
-    matrices: int = 0  # on that way; 0 where none is seen, as in compiled graphs
+    matrices: int = 0  # on that path; 0 if none is found, as in compiled graphs
     branches: int = 0  # residual branches that join it
 
 
 def depth_of(output: Tensor) -> Depth:
-    """Return the least number of matrices on a way from an output back to one that takes the network's inputs, and how
-    many residual branches join that way.
+    """Return the least number of matrices on a path from an output back to the network's inputs, and the number of
+    residual branches that join this path.
 
-    Residual connections are ways around matrices, so networks of residual blocks have two, at any depth: the first and
-    the last. A matrix whose outputs go into a batch norm does not count, nor does a branch that ends in one. A matrix
-    that is used again and again counts once, and an embedding is the end of a way.
+    Residual connections are paths around matrices, so a network of residual blocks has two matrices at any depth: the
+    first and the last. A matrix whose outputs go into a batch norm does not count, nor does a branch that ends in one.
+    A matrix that is used repeatedly counts once. A path ends at an embedding.
 
     Args:
-        output: a loss, or what a model returns, with a graph.
+        output: a loss, or the output of a model, with a graph.
 
     Example:
         >>> import torch
@@ -152,78 +148,79 @@ def depth_of(output: Tensor) -> Depth:
         users.setdefault(node, []).append(consumer)
     behind = _behind_matrices(users)
     weights = {_weight_of(node) for node in users if kind_of(node) in MATRICES}
-    way: dict[Any, Any] = {}  # node -> the one that uses it, on the way with the fewest matrices
-    left: deque[tuple[Any, Any, int]] = deque([(first, None, int(kind_of(first) in MATRICES))])
-    while left:  # ways that add no matrix come first, so each node is met with the fewest
-        node, user, passed = left.popleft()
-        if node in way:
+    path: dict[Any, Any] = {}  # node -> its user on the path with the fewest matrices
+    queue: deque[tuple[Any, Any, int]] = deque([(first, None, int(kind_of(first) in MATRICES))])
+    while queue:  # paths that add no matrix come first, so each node is reached with the fewest
+        node, user, matrices = queue.popleft()
+        if node in path:
             continue
-        way[node] = user
+        path[node] = user
         if kind_of(node) == "Embedding" or (kind_of(node) in MATRICES and node not in behind):
-            return Depth(min(passed, len(weights)), _branches(node, way, behind))
-        for maker in _makers(node):
-            counts = kind_of(maker) in MATRICES and kind_of(node) not in BATCH_NORMS
-            (left.append if counts else left.appendleft)((maker, node, passed + counts))
+            return Depth(min(matrices, len(weights)), _branches(node, path, behind))
+        for source in _sources(node):
+            counts = kind_of(source) in MATRICES and kind_of(node) not in BATCH_NORMS
+            (queue.append if counts else queue.appendleft)((source, node, matrices + counts))
     return Depth()
 
 
-def _branches(node: Any, way: Mapping[Any, Any], behind: set[Any]) -> int:
-    """Return how many sums of two things that matrices or embeddings have made are on the way from a node.
+def _branches(node: Any, path: Mapping[Any, Any], behind: set[Any]) -> int:
+    """Return the number of sums on the path from a node in which both terms come from matrices or embeddings.
 
-    A batch norm takes out how large a branch is, so branches that end in one are left out.
+    A batch norm removes the size of a branch, so branches that end in one do not count.
     """
     count = 0
     while node is not None:
-        makers = list(_makers(node)) if kind_of(node) == "Add" else []
-        made = [maker for maker in makers if maker in behind or kind_of(maker) in (*MATRICES, "Embedding")]
-        count += len(made) == 2 and not any(kind_of(maker) in BATCH_NORMS for maker in made)
-        node = way[node]
+        terms = list(_sources(node)) if kind_of(node) == "Add" else []
+        computed = [term for term in terms if term in behind or kind_of(term) in (*MATRICES, "Embedding")]
+        count += len(computed) == 2 and not any(kind_of(term) in BATCH_NORMS for term in computed)
+        node = path[node]
     return count
 
 
 def _weight_of(node: Any) -> Any:
-    """Return what makes the weight that a node multiplies with: the same in every use; the node itself if unknown."""
-    made = [maker for maker in _makers(node) if maker.name().endswith("AccumulateGrad") and maker.variable.dim() > 1]
-    return made[-1] if made else node  # inputs that are leaves come before it
+    """Return the leaf of the weight that a node multiplies with, the same in every use; the node itself if unknown."""
+    leaves = [source for source in _sources(node) if source.name().endswith("AccumulateGrad")]
+    matrices = [leaf for leaf in leaves if leaf.variable.dim() > 1]
+    return matrices[-1] if matrices else node  # an input that is a leaf comes before the weight
 
 
 def _behind_matrices(users: Mapping[Any, Sequence[Any]]) -> set[Any]:
-    """Return the nodes that use, by way of others, the output of a matrix or an embedding; ``users``: of each node."""
-    found: set[Any] = set()
-    left = [node for node in users if kind_of(node) in (*MATRICES, "Embedding")]
-    while left:
-        new = [user for user in users.get(left.pop(), ()) if user not in found]
-        found.update(new)
-        left += new
-    return found
+    """Return the nodes that use the output of a matrix or an embedding, also indirectly; ``users``: of each node."""
+    behind: set[Any] = set()
+    stack = [node for node in users if kind_of(node) in (*MATRICES, "Embedding")]
+    while stack:
+        new = [user for user in users.get(stack.pop(), ()) if user not in behind]
+        behind.update(new)
+        stack += new
+    return behind
 
 
-def _makers(consumer: Any) -> Iterator[Any]:
-    """Yield the nodes whose outputs a node uses; those that only pass them on are left out."""
+def _sources(consumer: Any) -> Iterator[Any]:
+    """Yield the nodes whose outputs a node uses, without nodes that only change shape or precision."""
     for node, _ in consumer.next_functions if consumer is not None else ():
-        if (maker := before_shapes(node)) is not None:
-            yield maker
+        if (source := before_shapes(node)) is not None:
+            yield source
 
 
 def _edges(root: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Yield each node that uses another one's output, at which place, and that; nodes that only pass it on left out."""
-    left, seen = [root], {root}
-    while left:
-        consumer = left.pop()
-        for place, (node, _) in enumerate(consumer.next_functions if consumer is not None else ()):
-            maker = before_shapes(node)
-            if maker is None:
+    """Yield each node, the position of one of its inputs, and the node that computed that input."""
+    stack, visited = [root], {root}
+    while stack:
+        consumer = stack.pop()
+        for position, (node, _) in enumerate(consumer.next_functions if consumer is not None else ()):
+            source = before_shapes(node)
+            if source is None:
                 continue
-            yield consumer, place, maker
-            if maker not in seen:
-                seen.add(maker)
-                left.append(maker)
+            yield consumer, position, source
+            if source not in visited:
+                visited.add(source)
+                stack.append(source)
 
 
-def _constant(consumer: Any, place: int) -> float:
-    """Return the single number that a node multiplies what it is given at a place with; 1 if it does not."""
+def _constant(consumer: Any, position: int) -> float:
+    """Return the single number with which a node multiplies its input at a position; 1 if it does not."""
     kind, other = kind_of(consumer), None
-    if kind in ("Mul", "Div") and place == 0:
+    if kind in ("Mul", "Div") and position == 0:
         other = consumer._saved_other
     elif kind == "Mul":
         other = consumer._saved_self

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
 from spectral_monitor.capture.records.calls import Call
-from spectral_monitor.capture.records.dataflow import Ran, readouts
+from spectral_monitor.capture.records.dataflow import OperatorCall, readouts
 from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.layers import Anatomy, Layer
@@ -36,8 +36,8 @@ class Readouts:
         self.layers = [*layers, *anatomy.nodes]
         self._operators = {i for i, layer in enumerate(layers) if layer.info.is_dense and layer.module is not None}
         self._undecided: set[int] = set()  # operators whose role steps decide
-        if anatomy.whole and not any(layer.given and layer.info.role == "readout" for layer in layers):
-            self._undecided = {i for i in self._operators if not layers[i].given}
+        if anatomy.complete and not any(layer.role_given and layer.info.role == "readout" for layer in layers):
+            self._undecided = {i for i in self._operators if not layers[i].role_given}
         self._observed: set[int] = set()
         self._trainers: dict[int, Hashable] = {}
 
@@ -121,10 +121,10 @@ class Readouts:
         return changed
 
 
-def _in_order(calls: Mapping[int, Sequence[Call]]) -> list[Ran]:
+def _in_order(calls: Mapping[int, Sequence[Call]]) -> list[OperatorCall]:
     """Return the calls of all operators in the order in which they ended."""
-    pairs = sorted(((call, i) for i, recorded in calls.items() for call in recorded), key=lambda pair: pair[0].place)
-    return [Ran(i, call.node, id(call.root), call.b_count > 0) for call, i in pairs]
+    pairs = sorted(((call, i) for i, recorded in calls.items() for call in recorded), key=lambda pair: pair[0].position)
+    return [OperatorCall(i, call.node, id(call.root), call.b_count > 0) for call, i in pairs]
 
 
 def output_parameters(layers: Sequence[Layer]) -> list[nn.Parameter]:

@@ -105,7 +105,7 @@ class ReplaySubset:
         if replayable is None or self.portion is None:
             if self.disabled:
                 return NO, self._earlier_failure
-            unsliced = replayable is not None and self._samples is not None and batch_size(replayable.given) is None
+            unsliced = replayable is not None and self._samples is not None and batch_size(replayable.arguments) is None
             return NO, NO_BATCH if unsliced else ""
         modes = zip(replayable.module.modules(), replayable.modes, strict=False)
         if any(training and isinstance(module, _BatchNorm) for module, training in modes):
@@ -181,14 +181,14 @@ class ReplaySubset:
     def _cut(self, replayable: Replayable) -> BatchSlice | None:
         if self._samples is None or self.disabled:
             return None
-        size = batch_size(replayable.given)
+        size = batch_size(replayable.arguments)
         return None if size is None or size <= self._samples else BatchSlice(self._samples, size)
 
     def _form_and_values(self, replayable: Replayable) -> tuple[str, list[str]]:
         """Return the form of a call without its values, and the values."""
         # Roundings differ between dtypes and devices.
         kinds = sorted({f"{p.dtype} {p.device.type}" for p in replayable.module.parameters()})
-        leaves = signature(replayable.given)
+        leaves = signature(replayable.arguments)
         arguments = [(path, kind) for path, kind, _ in leaves]
         form = [type(replayable).__name__, replayable.name_in(self._model), kinds, replayable.modes, arguments]
         return _short(form), [_short(value) for *_, value in leaves]
@@ -240,7 +240,7 @@ class ReplaySubset:
 
 def _enough(replayable: Replayable, calls: Mapping[int, Sequence[Call]]) -> int | None:
     """Return how many samples have enough rows in the median layer; ``None`` if there are no samples."""
-    size = batch_size(replayable.given)
+    size = batch_size(replayable.arguments)
     if not size or not calls:
         return None
     rows = median_low(sum(call.outputs for call in recorded) for recorded in calls.values())

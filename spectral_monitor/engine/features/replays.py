@@ -272,7 +272,7 @@ class Replays:
 
     def _probe_batch(self, probe: Probe, keys: Collection[str], context: Context) -> ReplayResult:
         forward = probe.replayable
-        replay = Replay(probe.outputs, keys, samples=batch_size(forward.given) if probe.is_subset else None)
+        replay = Replay(probe.outputs, keys, samples=batch_size(forward.arguments) if probe.is_subset else None)
         try:
             self.rerun(forward, context, replay)
             if probe.is_subset:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spectral_monitor.capture.hooks.forward import FeatureCapture
-from spectral_monitor.capture.hooks.recording import nothing
+from spectral_monitor.capture.hooks.recording import no_foresight
 from spectral_monitor.capture.hooks.registration import Harmless
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import Replayable
-from spectral_monitor.capture.row_sampling import Marks, chosen_rows, marks
+from spectral_monitor.capture.row_sampling import WeightVersions, chosen_rows, weight_versions
 from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
@@ -107,7 +107,7 @@ class FeatureWatch:
         self.capture.disarm()
         self.replays.begin(requested.needs, facts)
         self._requested, self._keys, self._facts, self._out = requested, frozenset(requested.keys), facts, out
-        self._weight_versions: dict[int, Marks] = {}  # by optimizer
+        self._weight_versions: dict[int, WeightVersions] = {}  # by optimizer
         self.moved = False
         self._rows: RowStage | None = None
         self._subset_state: float = NO
@@ -126,9 +126,9 @@ class FeatureWatch:
         capture.watch_gradients = bool(BACKWARD & keys)
         capture.watch_weights = "gradient_change" in keys and self._alone
         capture.watch_losses = "dh" in self._requested.needs or capture.watch_gradients
-        foresight = nothing if ALONE & keys else self.replays.subset.foresee
+        foresight = no_foresight if ALONE & keys else self.replays.subset.foresee
         ranked = bool({"backward_stable_rank", "backward_rms"} & keys)
-        capture.foresee(foresight, ranked, apart=self._processes is not None)
+        capture.foresee(foresight, ranked, distributed=self._processes is not None)
         capture.traced = not self.readouts.complete
         self.readouts.begin()
         capture.arm()
@@ -163,7 +163,7 @@ class FeatureWatch:
     def before(self, optimizer: Optimizer) -> None:
         """Note the versions of the weights that an optimizer is about to change."""
         if self.wanted:
-            self._weight_versions[id(optimizer)] = marks(parameters_of(optimizer))
+            self._weight_versions[id(optimizer)] = weight_versions(parameters_of(optimizer))
 
     def ready(self, optimizer: Optimizer, around: Context) -> None:
         """Look at what was recorded, now that an optimizer's gradients are complete; ``around`` is entered around a

@@ -17,7 +17,7 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import AllReduce, Shard, ShardedStack, compute_dtype
 from spectral_monitor.linalg.lanczos import BLOCK, CAPACITY_INCREMENT, INITIAL_CAPACITY
 from spectral_monitor.sharding import Holding, Range, Rectangle
-from spectral_monitor.state.buffers import kept, room
+from spectral_monitor.state.buffers import empty_buffer, kept
 from spectral_monitor.state.dtensor import local_part
 
 SPARE, SPARE_BYTES, DEVICE_SHARE = 0.035, 1 << 27, 1 / 32
@@ -147,7 +147,7 @@ class MatrixBatch:
 
     def load(self, host: bool = False, start: Start | None = None) -> None:
         """Allocate buffers, in ``host`` memory or on the device, and copy the current weights or those at the start."""
-        self.buffers = [room(size, self.dtype, self.like.device, host) for size in self.sizes]
+        self.buffers = [empty_buffer(size, self.dtype, self.like.device, host) for size in self.sizes]
         self._host = host
         self._refill(lambda i: self.members[i].current() if start is None else start[i])
 
@@ -222,7 +222,7 @@ class MatrixBatch:
         if not self._host:
             return self._with([buffer.to(dtype) for buffer in self.buffers])
         sizes = [buffer.numel() for buffer in self.buffers]
-        flat = room([sum(sizes)], dtype, self.like.device, host=False) if slot is None else slot.view(dtype)
+        flat = empty_buffer([sum(sizes)], dtype, self.like.device, host=False) if slot is None else slot.view(dtype)
         pairs = zip(flat[: sum(sizes)].split(sizes), self.buffers, strict=True)
         return self._with([part.view(buffer.shape).copy_(buffer, non_blocking=True) for part, buffer in pairs])
 
@@ -291,4 +291,4 @@ def memory_of(gpu: torch.device) -> int:
 
 def host_copies(parts: Iterable[Tensor]) -> list[Tensor]:
     """Return copies in host memory, from which a GPU copies without the host waiting."""
-    return [room(part.shape, part.dtype, part.device, host=True).copy_(part) for part in parts]
+    return [empty_buffer(part.shape, part.dtype, part.device, host=True).copy_(part) for part in parts]

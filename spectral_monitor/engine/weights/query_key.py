@@ -52,7 +52,7 @@ def unmeasured(block: AttentionBlock, heads: LocalHeads | None) -> dict[str, str
 def remarks(block: AttentionBlock) -> dict[str, str]:
     """Return quantity -> a remark on its values: which bound they are, and that the heads are not known."""
     kind = NORMS if block.norms is not None else ROTARY if block.rotary else ""
-    remark = "; ".join(filter(None, [kind, "" if block.known else ONE_HEAD]))
+    remark = "; ".join(filter(None, [kind, "" if block.heads_known else ONE_HEAD]))
     return dict.fromkeys(("qk_gain", "qk_update"), remark) if remark else {}
 
 

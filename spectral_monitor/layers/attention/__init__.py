@@ -1,4 +1,4 @@
-"""Attention blocks: which outputs of which projections are the queries and the keys of which head."""
+"""Attention blocks: their projections, and the outputs that are the queries and keys of each head."""
 
 from spectral_monitor.layers.attention.blocks import ONE_HEAD, AttentionBlock, Projection, attention_blocks
 from spectral_monitor.layers.attention.local_heads import SPREAD, LocalHeads, local_heads

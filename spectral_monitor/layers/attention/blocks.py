@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,9 +32,9 @@ ONE_HEAD = "how many heads it has is not known, so it is measured as one: heads=
 class Projection:
     """The outputs of a layer that are the queries, keys or values of the heads."""
 
-    layer: int  # its index
-    starts: tuple[int, ...]  # first output of each head; those of a head lie one after the other
-    size: int  # outputs of a head
+    layer: int  # index of the layer
+    starts: tuple[int, ...]  # first output of each head; the outputs of a head are contiguous
+    size: int  # number of outputs of a head
 
     @property
     def heads(self) -> int:
@@ -42,14 +42,14 @@ class Projection:
         return len(self.starts)
 
     def rows(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return the part of ``x`` that is of heads: dimension ``dim``, outputs, becomes (heads, size)."""
+        """Return the entries of ``x`` that belong to heads: its dimension ``dim``, outputs, becomes (heads, size)."""
         step = self.starts[1] - self.starts[0] if self.heads > 1 else self.size
         if step == self.size and self.starts[-1] - self.starts[0] == (self.heads - 1) * self.size:
-            found = x.narrow(dim, self.starts[0], self.heads * self.size)
+            outputs = x.narrow(dim, self.starts[0], self.heads * self.size)
         else:
             index = torch.tensor(self.starts, device=x.device)[:, None] + torch.arange(self.size, device=x.device)
-            found = x.index_select(dim, index.flatten())
-        by_head: Tensor = found.unflatten(dim, (self.heads, self.size))
+            outputs = x.index_select(dim, index.flatten())
+        by_head: Tensor = outputs.unflatten(dim, (self.heads, self.size))
         return by_head
 
 
@@ -58,28 +58,27 @@ class AttentionBlock:
     """One attention block of a model."""
 
     name: str  # of its module
-    module: nn.Module  # that holds the projections
-    query: Projection  # several heads of queries may share one of keys
+    module: nn.Module  # it holds the projections
+    query: Projection  # several query heads may share a key head
     key: Projection
     value: Projection | None
-    scale: float  # what products of queries and keys are multiplied with
+    scale: float  # factor of the products of queries and keys
     rotary: bool  # whether queries and keys may be rotated by their positions
-    norms: tuple[nn.Module, nn.Module] | None  # modules that normalize queries and keys, if any do
-    # the projection that reads what attention returns; ``None`` where that is what the module returns
-    output: nn.Module | None
-    known: bool  # whether the number of heads is known
-    stated: bool  # whether the module says what its scale is, or is of a kind that has one
-    tiled: bool = False  # whether heads that share keys take turns, instead of coming one after the other
+    norms: tuple[nn.Module, nn.Module] | None  # they normalize queries and keys
+    output: nn.Module | None  # the projection that reads the output of attention; ``None`` if there is none
+    heads_known: bool  # whether the number of heads is known
+    stated: bool  # whether the scale is known from the module or its class
+    tiled: bool = False  # whether query heads that share a key head are interleaved with others instead of adjacent
 
     @property
     def key_heads(self) -> list[int]:
-        """The key head that each head of queries meets."""
-        turns = self.query.heads // self.key.heads
-        return [h % self.key.heads if self.tiled else h // turns for h in range(self.query.heads)]
+        """The key head of each query head."""
+        group_size = self.query.heads // self.key.heads
+        return [h % self.key.heads if self.tiled else h // group_size for h in range(self.query.heads)]
 
     @property
     def layer(self) -> int:
-        """Index of the layer that the block's numbers are reported at, the one of its queries."""
+        """Index of the layer that reports the block's numbers: the query projection."""
         return self.query.layer
 
 
@@ -91,31 +90,32 @@ def attention_blocks(
     ``heads``: fnmatch pattern on the name of a module or of its query projection -> number of heads.
 
     Raises:
-        ValueError: a pattern that matches no block, a number of heads that does not divide its queries.
+        ValueError: a pattern matches no block, or a number of heads does not divide the queries.
     """
     heads = dict(heads or {})
     check_counts("heads", heads)
     by_module = {id(layer.module): i for i, layer in enumerate(layers) if layer.module is not None}
     by_name = {layer.info.name: i for i, layer in enumerate(layers)}
     rotary = has_rotary(root)
-    found: list[AttentionBlock] = []
+    blocks: list[AttentionBlock] = []
     names: list[str] = []
     for name, module in named_modules(root):
-        sites = _torch(name, module, layers, by_name) if isinstance(module, nn.MultiheadAttention) else None
-        for site in [sites] if sites else _sites(module, layers, by_module):
+        site = _torch(name, module, layers, by_name) if isinstance(module, nn.MultiheadAttention) else None
+        site = site or _site(module, layers, by_module)
+        if site:
             label = layers[site.query.layer].info.name
             names += [name, label]
             block = _block(name, module, site, first_match(heads, name, label) or 0, label)
-            found.append(replace(block, rotary=block.rotary or rotary))
-    if heads and not found:
+            blocks.append(replace(block, rotary=block.rotary or rotary))
+    if heads and not blocks:
         raise ValueError(f"heads: {next(iter(heads))!r}: no module with projections of queries and keys was found")
     check_patterns("heads", heads, dict.fromkeys(filter(None, names)))
-    return tuple(found)
+    return tuple(blocks)
 
 
 @dataclass(frozen=True)
 class _Site:
-    """Projections before they are cut into heads: each start is that of a turn."""
+    """Projections that are not yet cut into heads: each start is that of a turn."""
 
     query: Projection
     key: Projection
@@ -133,42 +133,40 @@ def _torch(
     return None if query is None or key is None else _separate(layers, query, key, value)
 
 
-def _sites(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, int]) -> Iterator[_Site]:
-    """Yield the projections that a module holds under known names."""
+def _site(module: nn.Module, layers: Sequence[Layer], by_module: Mapping[int, int]) -> _Site | None:
+    """Return the projections that a module holds under known names; ``None`` if it holds none."""
 
-    def held(name: str) -> int | None:
-        """Return the place of a projection among the layers; ``None`` if the module holds none of that name."""
+    def index_of(name: str) -> int | None:
+        """Return the index of a projection among the layers; ``None`` if the module holds none of this name."""
         child = getattr(module, name, None)
         if not isinstance(child, nn.Module):
             return None
         while id(child) not in by_module and (inner := wrapped(child)) is not None:
             child = inner
         i = by_module.get(id(child))
-        known = (
-            i is not None and layers[i].layout.kind in ("linear", "transposed") and layers[i].info.role != "embedding"
-        )
-        return i if known else None
+        if i is None or layers[i].layout.kind not in ("linear", "transposed") or layers[i].info.role == "embedding":
+            return None
+        return i
 
     for names in SEPARATE:
-        query, key, value = map(held, names)
+        query, key, value = map(index_of, names)
         if query is not None and key is not None and query != key:
-            yield _separate(layers, query, key, value)
-            return
+            return _separate(layers, query, key, value)
     for name in FUSED:
-        if (i := held(name)) is not None and (site := _fused(i, layers[i], module, name)) is not None:
-            yield site
-            return
+        if (i := index_of(name)) is not None and (site := _fused(i, layers[i], module, name)) is not None:
+            return site
+    return None
 
 
 def _separate(layers: Sequence[Layer], query: int, key: int, value: int | None) -> _Site:
-    def whole(i: int) -> Projection:
+    def all_outputs(i: int) -> Projection:
         return Projection(i, (0,), layers[i].layout.outputs)
 
-    return _Site(whole(query), whole(key), None if value is None else whole(value))
+    return _Site(all_outputs(query), all_outputs(key), None if value is None else all_outputs(value))
 
 
 def _fused(i: int, layer: Layer, module: nn.Module, name: str) -> _Site | None:
-    """Return the queries, keys and values of a fused layer: as its blocks lie, or one kind after the other."""
+    """Return the queries, keys and values of a fused layer: in its blocks, or all queries, then keys, then values."""
     layout, total = layer.layout, layer.layout.outputs
     if layout.blocks == 3:
         sizes, turns = layout.sizes or (total // 3 // layout.repeats,) * 3, layout.repeats
@@ -186,9 +184,9 @@ def _fused(i: int, layer: Layer, module: nn.Module, name: str) -> _Site | None:
 
 
 def _grouped(module: nn.Module, total: int, by_group: bool) -> tuple[tuple[int, ...], int]:
-    """Return how many outputs are queries, keys and values at one turn, and how many turns there are; 0 if unknown.
+    """Return the numbers of queries, keys and values at one turn, and the number of turns; 0 if unknown.
 
-    ``by_group``: heads that share their keys lie together with those, as in the first versions of Lit-GPT.
+    ``by_group``: query heads that share keys lie beside them, as in the first versions of Lit-GPT.
     """
     heads, size, key_heads = number(module, *HEADS), number(module, *SIZES), number(module, *KEY_HEADS)
     if by_group and not key_heads:
@@ -206,16 +204,16 @@ def _block(name: str, module: nn.Module, site: _Site, count: int, label: str) ->
     size = queries // count if count else 0
     if count and queries % count:
         raise ValueError(f"heads: {label!r} has {queries} queries, which are not {count} heads of one size")
-    heads, stated = number(module, *HEADS), number(module, *SIZES)
-    if not count and stated and _fits(site, stated):
-        size = stated
+    heads, stated_size = number(module, *HEADS), number(module, *SIZES)
+    if not count and stated_size and _fits(site, stated_size):
+        size = stated_size
     if not count and not size and heads and queries % heads == 0:
         size = queries // heads
     if count and not _fits(site, size):
         raise ValueError(f"heads: {label!r}: {count} heads of {size} queries do not fit its keys")
-    known = bool(size) and _fits(site, size)
+    heads_known = bool(size) and _fits(site, size)
     query, key = site.query, site.key
-    if known:
+    if heads_known:
         query, key = _cut(query, size), _cut(key, size)
     value = site.value
     if value is not None and (value.heads * value.size) % key.heads == 0:
@@ -229,18 +227,19 @@ def _block(name: str, module: nn.Module, site: _Site, count: int, label: str) ->
     output = next((part for part in outputs if isinstance(part, nn.Module)), None)
     scale, stated = scale_of(module, query.size)
     tiled = written_as(module).__module__.startswith("x_transformers")
-    return AttentionBlock(name, module, query, key, value, scale, rotates(module), norms, output, known, stated, tiled)
+    rotary = rotates(module)
+    return AttentionBlock(name, module, query, key, value, scale, rotary, norms, output, heads_known, stated, tiled)
 
 
 def _fits(site: _Site, size: int) -> bool:
-    """Return whether heads of a size make up queries and keys, and keys are shared evenly."""
+    """Return whether queries and keys consist of heads of this size, and each key head has as many query heads."""
     if size < 1 or site.query.size % size or site.key.size % size:
         return False
     queries, keys = (part.heads * part.size // size for part in (site.query, site.key))
     return queries % keys == 0
 
 
-def _cut(part: Projection, size: int) -> Projection:
-    """Return a projection whose outputs at each turn are cut into heads."""
-    starts = tuple(start + k * size for start in part.starts for k in range(part.size // size))
-    return Projection(part.layer, starts, size)
+def _cut(projection: Projection, size: int) -> Projection:
+    """Return a projection with the outputs of each turn cut into heads."""
+    starts = tuple(start + k * size for start in projection.starts for k in range(projection.size // size))
+    return Projection(projection.layer, starts, size)

@@ -1,1 +1,1 @@
-"""Weights whose use their module's type does not say: lookalikes of ``nn.Linear``, experts, bare parameters."""
+"""Weights of modules whose class is not known: lookalikes of ``nn.Linear``, experts, bare parameters."""

@@ -1,4 +1,4 @@
-"""Experts held as one 3-D parameter: which axes are inputs and outputs, told by the module or by its other weights."""
+"""Experts stored as one 3-D parameter: the module or its other weights tell which axes are inputs and outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEYS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def experts_layout(module: nn.Module, key: str, shape: tuple[int, ...]) -> tuple[Layout, str] | None:
-    """Layout of ``module.<key>`` of this 3-D shape and a note; ``None`` if it is not known."""
+    """Return the layout of ``module.<key>`` of this 3-D shape and a note; ``None`` if it is not known."""
     if key not in _KEYS or len(shape) != 3:
         return None
     transposed = _is_transposed(module)
@@ -25,7 +25,7 @@ def experts_layout(module: nn.Module, key: str, shape: tuple[int, ...]) -> tuple
         return Layout(kind, shape, experts, experts), f"{experts} experts, a block each"
     if outputs % 2:
         return None
-    # GPT-OSS was there before modules said so.
+    # GPT-OSS is older than the attribute.
     by_turns = not getattr(module, "is_concatenated", not is_a(module, "GptOssExperts"))
     note = f"gate and up of {experts} experts, {2 * experts} blocks{' by turns' if by_turns else ''}"
     return Layout(kind, shape, 2 * experts, experts, repeats=outputs // 2 if by_turns else 1), note
@@ -40,11 +40,11 @@ def fits_stack(module: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool | None:
-    """Return whether experts are held as (in, out): what the shapes say, else what the module says."""
-    says = getattr(module, "is_transposed", None)
+    """Return whether experts are stored as (in, out), by shapes and the module's attribute; ``None`` if unknown."""
+    attribute = getattr(module, "is_transposed", None)
     fused, down = (module._parameters.get(key) for key in ("gate_up_proj", "down_proj"))
     if fused is None or down is None:
-        return says if isinstance(says, bool) else None
+        return attribute if isinstance(attribute, bool) else None
     if fused.ndim != 3 or down.ndim != 3 or fused.shape[0] != down.shape[0]:
         return None
     (rows, columns), (down_rows, down_columns) = fused.shape[1:], down.shape[1:]
@@ -52,5 +52,5 @@ def _is_transposed(module: nn.Module) -> bool | None:
         False: columns == down_rows and rows == 2 * down_columns,
         True: rows == down_columns and columns == 2 * down_rows,
     }
-    answers = [answer for answer, fit in fits.items() if fit and says in (answer, None)]
+    answers = [answer for answer, fit in fits.items() if fit and attribute in (answer, None)]
     return answers[0] if len(answers) == 1 else None

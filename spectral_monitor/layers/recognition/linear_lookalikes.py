@@ -1,7 +1,7 @@
-"""Recognise modules that work like ``nn.Linear`` without being one, by what they hold and by the numbers they carry.
+"""Recognize modules that work like ``nn.Linear`` without being one, by their parameters and their numbers of features.
 
-Libraries have linear layers of their own, for graph networks or tensor parallelism. A weight (out, in) with at most a
-bias beside it is taken for one. Whether the outputs are the inputs times the weight is seen at the first call.
+Libraries have linear layers of their own, for graph networks or tensor parallelism. A module with a weight (out, in)
+and at most a bias is taken for one. The first call shows whether its outputs are the inputs times the weight.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from spectral_monitor.layers.layout import Layout
+from spectral_monitor.layers.layout import Kind, Layout
 
 _INPUTS = re.compile(r"(^|_)(in|input|inputs)(_|$)")
 _OUTPUTS = re.compile(r"(^|_)(out|output|outputs)(_|$)")
@@ -19,7 +19,7 @@ _TABLE = re.compile(r"embed|token|code", re.IGNORECASE)
 
 
 class InputsFirst(nn.Module):
-    """The place of a linear layer with a weight (in, out), of which there are only the parameters."""
+    """A stand-in for a linear layer with a weight (in, out), where only the parameters are available."""
 
     def __init__(self, reason: str) -> None:
         """``reason``: why the inputs are known to come first, for the role table."""
@@ -30,21 +30,22 @@ class InputsFirst(nn.Module):
 def linear_layout(module: nn.Module, shape: tuple[int, ...]) -> Layout | None:
     """Return how ``module.weight`` of this shape maps inputs to outputs; ``None`` if the module is no lookalike.
 
-    1. The module holds a 2-D weight and at most a bias, and no module of its own.
-    2. Its numbers for inputs and outputs, such as ``in_channels`` and ``out_channels``, are the sides of the weight.
-    3. Where it has no such numbers, a bias as long as one side says that this side is the outputs.
+    1. The only parameters of the module are a 2-D weight and at most a bias.
+    2. Its attributes for inputs and outputs, such as ``in_channels`` and ``out_channels``, are the sides of the weight.
+    3. If it has no such attributes, the side as long as the bias is the outputs.
     """
     if len(shape) != 2 or not holds_one_matrix(module) or any(_TABLE.search(name) for name in vars(module)):
         return None
     inputs, outputs = _numbers(module, _INPUTS), _numbers(module, _OUTPUTS)
-    bias = _length(module)
+    bias = _bias_length(module)
     if bias is None:
         return None
     if not inputs and not outputs:
         inputs, outputs = ({*shape}, {bias}) if bias else (set(), set())
-    for kind, (rows, columns) in (("linear", shape), ("transposed", shape[::-1])):
+    kinds: tuple[Kind, Kind] = ("linear", "transposed")
+    for kind, (rows, columns) in zip(kinds, (shape, shape[::-1]), strict=True):
         if rows in outputs and columns in inputs and bias in (0, rows):
-            return Layout("linear" if kind == "linear" else "transposed", shape)
+            return Layout(kind, shape)
     return None
 
 
@@ -54,13 +55,13 @@ def holds_one_matrix(module: nn.Module) -> bool:
 
 
 def _numbers(module: nn.Module, pattern: re.Pattern[str]) -> set[int]:
-    """Return the whole numbers that a module has under names of a pattern."""
-    found = (value for name, value in vars(module).items() if pattern.search(name))
-    return {value for value in found if isinstance(value, int) and not isinstance(value, bool)}
+    """Return the integers among the attributes of a module whose names match a pattern."""
+    values = (value for name, value in vars(module).items() if pattern.search(name))
+    return {value for value in values if isinstance(value, int) and not isinstance(value, bool)}
 
 
-def _length(module: nn.Module) -> int | None:
-    """Return the length of a module's bias, 0 without one; ``None`` if that is no vector."""
+def _bias_length(module: nn.Module) -> int | None:
+    """Return the length of a module's bias, 0 without one; ``None`` if it is no vector."""
     bias = module._parameters.get("bias")
     if bias is None:
         return 0
