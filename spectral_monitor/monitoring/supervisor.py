@@ -26,6 +26,7 @@ from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.monitoring.correction_report import CorrectionReport, limits_reached
 from spectral_monitor.monitoring.settings import Mode
+from spectral_monitor.monitoring.unoptimized import other_parameters, unregistered
 from spectral_monitor.parametrization.init import looks_drawn, rescale, starting_norm
 from spectral_monitor.reporting.content.headline import announcement
 
@@ -56,10 +57,11 @@ class Supervisor:
         condition.check((layer.info for layer in engine.anatomy.layers), self._hyperparameters())
         self._judge = Judge(condition, tied)
         self.settings: dict[str, Hyperparameters] = {}
-        self._forgotten = Forgotten(_other_parameters(engine))
+        self._forgotten = Forgotten(other_parameters(engine))
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
         self._graphs_read: set[bool] = set()  # for each graph, whether it was of a loss
+        engine.on_graph = self._read_graph
         self._latest_keys: frozenset[str] = frozenset()
         # A profile or the theory has a reference for every layer.
         self._has_expected_sizes = correction is not None and condition.reference == "balance"
@@ -72,7 +74,6 @@ class Supervisor:
                 correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention.blocks, unmeasured
             )
             self._report = CorrectionReport(self._corrector)
-            engine.on_graph = self._read_graph if correction.of_peak else None
             engine.multipliers = self._corrector.by_layer()
 
     @property
@@ -200,19 +201,26 @@ class Supervisor:
         return measurement
 
     def _read_graph(self, output: Tensor) -> None:
-        """Read depth and embedding scales from the graphs of the first outputs and the first loss, for this step on."""
+        """Read the graphs of the first outputs and the first loss: unregistered parameters, and what a correction of
+        peak rates needs, from this step on: depth and embedding scales.
+        """
         is_loss = output.dim() == 0
-        if self._corrector is None or output.grad_fn is None or is_loss in self._graphs_read:
+        if output.grad_fn is None or is_loss in self._graphs_read:
             return
         is_first = not self._graphs_read
         self._graphs_read.add(is_loss)
+        corrector = self._corrector if self._corrector is not None and self._corrector.correction.of_peak else None
         if is_loss:
             self._engine.on_graph = None
+        if self._engine.processes is None:  # FSDP computes with parameters of its own
+            self._forgotten.watch(unregistered(output, self._engine.model))
+        if corrector is None:
+            return
         if is_over_classes(output):
-            self._corrector.wanted.depth = depth_of(output)
-            self._engine.multipliers = self._corrector.by_layer()
+            corrector.wanted.depth = depth_of(output)
+            self._engine.multipliers = corrector.by_layer()
         if is_first:  # the graph of a loss that is reported late has lost its constants
-            self._corrector.wanted.scales = embedding_scales(output)
+            corrector.wanted.scales = embedding_scales(output)
 
     def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
         """Correct learning rates by a measurement; ``tell`` receives a line on each notable correction."""
@@ -312,13 +320,6 @@ class Supervisor:
             self._corrector.load_state_dict(state["corrector"])
             self._report.resume()
             self._engine.multipliers = self._corrector.by_layer()
-
-
-def _other_parameters(engine: Engine) -> dict[str, nn.Parameter]:
-    """Return the parameters that belong to no measured matrix and that the user has not excluded."""
-    matrices = {id(p) for layer in engine.anatomy.layers if layer.info.is_matrix for p in layer.sources}
-    excluded = {item.name for item in engine.anatomy.unmeasured if item.reason.startswith(LEFT_OUT)}
-    return {name: p for name, p in engine.model.named_parameters() if id(p) not in matrices and name not in excluded}
 
 
 @cache

@@ -96,14 +96,25 @@ def looks_drawn(layers: Sequence[Layer]) -> bool:
     dense = [layer for layer in layers if layer.info.is_dense]
     if any(layer.compute is not None or not layer.sources[0].requires_grad for layer in dense):
         return False
-    ratios = [ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(layer) if ratio > 0]
+    ratios = [ratio for layer in dense if not _is_spread(layer) for ratio in _randomness(_stack(layer)) if ratio > 0]
     return not ratios or statistics.median_high(ratios) >= FRESH
 
 
+def random_matrices(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether there are matrices among these parameters, and most of them look freshly drawn."""
+    matrices = [p.detach().flatten(1) for p in parameters if p.dim() > 1 and p.is_floating_point()]
+    ratios = [ratio for matrix in matrices for ratio in _randomness(matrix[None])]
+    return bool(ratios) and statistics.median_high(ratios) >= FRESH
+
+
+def _stack(layer: Layer) -> Tensor:
+    """Return the blocks and taps of a layer's weight, (K, m, n)."""
+    return layer.layout.stack(layer.sources[0].detach()).flatten(0, 1)
+
+
 @torch.no_grad()
-def _randomness(layer: Layer) -> list[float]:
-    """Return the stable rank over that of a Gaussian matrix, of each block and tap; 0 for zeros."""
-    stack = layer.layout.stack(layer.sources[0].detach()).flatten(0, 1)
+def _randomness(stack: Tensor) -> list[float]:
+    """Return the stable rank over that of a Gaussian matrix, of each matrix of a stack (K, m, n); 0 for zeros."""
     sigma = spectral_estimate(stack, tol=TOLERANCE).sigma.double()
     rows, cols = stack.shape[-2:]
     gaussian = rows * cols / (math.sqrt(rows) + math.sqrt(cols)) ** 2

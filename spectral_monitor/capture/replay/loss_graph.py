@@ -1,4 +1,4 @@
-"""Facts from the graph of a loss: inputs that do not fit it, constant factors of embeddings, the network's depth."""
+"""Facts from the graph of a loss: unfit inputs, parameters, constant factors of embeddings, the network's depth."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 BOUNDED = ("Softmax", "Sigmoid", "Tanh", "Relu")
 RAW = (*BOUNDED, "Addmm", "Mm", "Bmm", "Convolution")
@@ -114,6 +114,19 @@ def embedding_scales(output: Tensor) -> dict[int, float]:
             rows = int(node._saved_weight_sym_argsize_0)
             factors.setdefault(rows, set()).add(_constant(consumer, position))
     return {rows: values.pop() if len(values) == 1 else 1.0 for rows, values in factors.items()}
+
+
+def parameters_in(output: Tensor) -> list[nn.Parameter]:
+    """Return the parameters that an output was computed from, each once.
+
+    Example:
+        >>> import torch
+        >>> first, last = nn.Linear(2, 3), nn.Linear(3, 1)
+        >>> [tuple(p.shape) for p in parameters_in(last(first(torch.ones(2)).relu()))]
+        [(1,), (1, 3), (3,), (3, 2)]
+    """
+    leaves = (node.variable for _, _, node in _edges(output.grad_fn) if node.name().endswith("AccumulateGrad"))
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, nn.Parameter)}.values())
 
 
 class Depth(NamedTuple):

@@ -9,6 +9,7 @@ from itertools import takewhile
 from spectral_monitor.condition.causes.explanation import Explanation, at_peak
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.optimizers.forgotten import UNREGISTERED
 from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.verdict import Remedy, short
@@ -112,10 +113,12 @@ def forgotten(network: Network) -> Explanation:
     """Explain by parameters other than matrices that no optimizer holds."""
     names = network.forgotten
     them, they_have = ("it", "it has") if len(names) == 1 else ("them", "they have")
+    hint = "; modules in a Python list are not found: use torch.nn.ModuleList"
     return Explanation(
         "left_out",
         f"gradients arrive at {joined(names, MAX_NAMES)}, but no optimizer holds {them} and {they_have} never moved, "
-        f"though others are trained: pass {them} to the optimizer, or freeze {them} with requires_grad_(False)",
+        f"though others are trained: pass {them} to the optimizer, or freeze {them} with requires_grad_(False)"
+        + (hint if any(name.startswith(UNREGISTERED) for name in names) else ""),
         Remedy("check"),
     )
 

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.optim import Optimizer
 
+UNREGISTERED = "unregistered parameter"
+"""The name of a parameter that no module of the model has begins so."""
+
 
 class Forgotten:
     """Finds parameters that get gradients although no optimizer holds them and nothing has changed them.
@@ -24,10 +27,17 @@ class Forgotten:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._at_start = {name: (p, p._version) for name, p in parameters.items()}
+        self._at_start: dict[str, tuple[nn.Parameter, int]] = {}
+        self.watch(parameters)
+
+    def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Watch these parameters too, from now on, under these names."""
+        ids = set(map(id, parameters.values()))
+        others = {name: item for name, item in self._at_start.items() if id(item[0]) not in ids}
+        self._at_start = others | {name: (p, p._version) for name, p in parameters.items()}
 
     def names(self, optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
-        """Return their names, in the order of the model; only reads."""
+        """Return their names, in the order in which they were given; only reads."""
         optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         # Code that changes a parameter in place, such as an update written by hand, counts as an optimizer.
         return tuple(
