@@ -45,7 +45,8 @@ def param_groups_code(
         >>> net = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.AdamW(net.parameters(), lr=0.001, weight_decay=0.1)
         >>> rates = {net.weight: 0.004, net.bias: 0.0005}
-        >>> print(param_groups_code(net.named_parameters(), [optimizer], rates).partition("# Training from")[0])
+        >>> code = param_groups_code(net.named_parameters(), [optimizer], rates)
+        >>> print(code.partition("# Training from")[0].rstrip())
         import torch
         named = dict(self.named_parameters())
         groups = [
@@ -56,7 +57,6 @@ def param_groups_code(
             [{**group, "params": [named[name] for name in group["params"]]} for group in groups],
             weight_decay=0.1,
         )
-        <BLANKLINE>
     """
     name_of = {parameter: name for name, parameter in names}
     imported, lines = {"torch": "import torch"}, ["named = dict(self.named_parameters())"]
