@@ -89,8 +89,8 @@ class BatchWatch:
             return
         with self._harmless("a look at what the loss is given"):
             self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
-            if self._engine.on_graph is not None:
-                self._engine.on_graph(loss)
+            if self._engine.on_loss is not None:
+                self._engine.on_loss(loss)
         scaler = _scaler(trainer)
         if scaler is not None:
             self._loss_scale = float(scaler.get_scale())

@@ -115,7 +115,8 @@ class Engine(EngineState):
         self.armed = self.idle = False
         self._reported: Settings | None = settings  # ``None`` if nothing of the watched step is reported
         self.multipliers: Mapping[int, float] = {}
-        self.on_graph: Callable[[Tensor], None] | None = None  # reads the graph of outputs or a loss, if requested
+        self.on_loss: Callable[[Tensor], None] | None = None  # reads the graph of a loss, if requested
+        self.on_output: Callable[[Tensor], None] | None = None  # reads that of the model's output
         self._clear()
 
     def _clear(self) -> None:

@@ -85,7 +85,7 @@ class StepWatch:
             self._engine.arm(self._keys)
             model = self._engine.model
             self._replay = LossReplay(model) if self._engine.step_loss.wanted else None
-            if self._engine.on_graph is not None and not compiled_modules(model):
+            if self._engine.on_output is not None and not compiled_modules(model):
                 self._handles += self._hooks.add(model, model.register_forward_hook, self._returned)
 
     def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -94,8 +94,8 @@ class StepWatch:
             return
         with suppress(Exception):  # then it stays unknown
             first = next((tensor for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
-            if self._engine.on_graph is not None and first is not None:
-                self._engine.on_graph(first)
+            if self._engine.on_output is not None and first is not None:
+                self._engine.on_output(first)
 
     def report_loss(self, loss: Tensor, recompute: Callable[[], Tensor] | None) -> None:
         """Take the loss of a micro-batch, and the function that computes it again."""
@@ -104,8 +104,8 @@ class StepWatch:
             self._loss = loss.detach().reshape(()).clone()
             with suppress(Exception):  # then it stays unknown
                 self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
-                if self._engine.on_graph is not None:
-                    self._engine.on_graph(loss.reshape(()))
+                if self._engine.on_loss is not None:
+                    self._engine.on_loss(loss.reshape(()))
             if self._replay is not None and recompute is not None:
                 self._replay.function = recompute
                 self._engine.step_loss.offer(self._replay, earlier=self._earlier)

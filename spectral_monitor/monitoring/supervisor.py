@@ -61,7 +61,7 @@ class Supervisor:
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
         self._graphs_read: set[bool] = set()  # for each graph, whether it was of a loss
-        engine.on_graph = self._read_graph
+        engine.on_loss = self._read_graph
         self._latest_keys: frozenset[str] = frozenset()
         # A profile or the theory has a reference for every layer.
         self._has_expected_sizes = correction is not None and condition.reference == "balance"
@@ -74,6 +74,7 @@ class Supervisor:
                 correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention.blocks, unmeasured
             )
             self._report = CorrectionReport(self._corrector)
+            engine.on_output = self._read_graph if correction.of_peak else None
             engine.multipliers = self._corrector.by_layer()
 
     @property
@@ -201,26 +202,25 @@ class Supervisor:
         return measurement
 
     def _read_graph(self, output: Tensor) -> None:
-        """Read the graphs of the first outputs and the first loss: unregistered parameters, and what a correction of
-        peak rates needs, from this step on: depth and embedding scales.
+        """Read unregistered parameters from the graph of the first loss, and what a correction of peak rates needs from
+        this step on from that and from the graph of the first outputs: depth and embedding scales.
         """
         is_loss = output.dim() == 0
         if output.grad_fn is None or is_loss in self._graphs_read:
             return
         is_first = not self._graphs_read
         self._graphs_read.add(is_loss)
-        corrector = self._corrector if self._corrector is not None and self._corrector.correction.of_peak else None
         if is_loss:
-            self._engine.on_graph = None
-        if self._engine.processes is None:  # FSDP computes with parameters of its own
-            self._forgotten.watch(unregistered(output, self._engine.model))
-        if corrector is None:
+            self._engine.on_loss = self._engine.on_output = None
+            if self._engine.processes is None:  # FSDP computes with parameters of its own
+                self._forgotten.watch(unregistered(output, self._engine.model))
+        if self._corrector is None or not self._corrector.correction.of_peak:
             return
         if is_over_classes(output):
-            corrector.wanted.depth = depth_of(output)
-            self._engine.multipliers = corrector.by_layer()
+            self._corrector.wanted.depth = depth_of(output)
+            self._engine.multipliers = self._corrector.by_layer()
         if is_first:  # the graph of a loss that is reported late has lost its constants
-            corrector.wanted.scales = embedding_scales(output)
+            self._corrector.wanted.scales = embedding_scales(output)
 
     def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
         """Correct learning rates by a measurement; ``tell`` receives a line on each notable correction."""

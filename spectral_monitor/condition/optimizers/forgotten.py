@@ -31,10 +31,8 @@ class Forgotten:
         self.watch(parameters)
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Watch these parameters too, from now on, under these names."""
-        ids = set(map(id, parameters.values()))
-        others = {name: item for name, item in self._at_start.items() if id(item[0]) not in ids}
-        self._at_start = others | {name: (p, p._version) for name, p in parameters.items()}
+        """Watch these parameters too, from now on."""
+        self._at_start |= {name: (p, p._version) for name, p in parameters.items()}
 
     def names(self, optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
         """Return their names, in the order in which they were given; only reads."""
