@@ -1,4 +1,4 @@
-"""Train nine planted faults and write docs/gallery.md with a picture and the verdict of each.
+"""Train twelve planted faults and write docs/gallery.md with a picture and the verdict of each.
 
     python docs/scripts/make_gallery.py --data ../shared/data
 
@@ -24,39 +24,58 @@ from spectral_monitor.reporting.heatmap import heatmap
 
 PAGE, IMAGES = Path(__file__).parents[1] / "gallery.md", Path(__file__).parents[1] / "img" / "gallery"
 CASES = {
-    "hidden lr x100": ("Learning rate too high in one layer", "Give the layer's param group the others' `lr`."),
-    "hidden lr /100": ("Learning rate too low in one layer", "Give the layer's param group the others' `lr`."),
-    "conv lr x100": ("Exploding updates in a convolution", "Give the layer's param group the others' `lr`."),
+    "hidden lr x100": (
+        "Learning rate too high in one layer",
+        "Give the layer's param group the `lr` of the other layers.",
+    ),
+    "hidden lr /100": (
+        "Learning rate too low in one layer",
+        "Give the layer's param group the `lr` of the other layers.",
+    ),
+    "conv lr x100": (
+        "Exploding updates in a convolution",
+        "Give the layer's param group the `lr` of the other layers.",
+    ),
     "readout lr x30": (
         "Output layer trains too fast",
-        "Give the output layer's param group the others' `lr`.",
+        "Give the output layer's param group the `lr` of the other layers.",
     ),
     "rule of SGD under Adam": (
         "SGD's muP rule used with Adam",
-        "Adam's update has the same size for every gradient: scale `lr` by 1 / fan_in, not by fan_out / fan_in.",
+        "Adam's update has the same size for every gradient. Scale `lr` by 1 / fan_in, not by fan_out / fan_in.",
     ),
-    "readout init x30": ("Output layer initialized too large", "`nn.init` the output layer's weight 30 times smaller."),
+    "readout init x30": (
+        "Output layer initialized too large",
+        "Initialize the output layer's weight 30 times smaller, with `nn.init`.",
+    ),
     "biases at -100": ("Dying ReLU: a dead layer", "Initialize the layer's bias to 0."),
     "layer zeroed": ("A layer without gradient: weights are zero", "Initialize the layer's weight with `nn.init`."),
     "frozen by lr 0": (
         "A frozen layer: learning rate 0",
-        "Remove the param group with `lr=0`, or give it the others' `lr`.",
+        "Remove the param group with `lr=0`, or give it the `lr` of the other layers.",
     ),
-    "hidden init x30": ("Exploding weights: initialization too large", "Initialize the layer 30 times smaller."),
-    "embedding x100": ("Embedding scale too large", "`nn.init.normal_(embedding.weight, std=1.0)` or smaller."),
-    "all rates x1000": ("Learning rate too high everywhere", "Divide the learning rate by what the verdict says."),
+    "hidden init x30": (
+        "Exploding weights: initialization too large",
+        "Initialize the layer's weight 30 times smaller.",
+    ),
+    "embedding x100": (
+        "Embedding scale too large",
+        "Initialize with `nn.init.normal_(embedding.weight, std=1.0)` or a smaller `std`.",
+    ),
+    "all rates x1000": ("Learning rate too high everywhere", "Divide the learning rate by the factor in the verdict."),
 }
 """Name of the fault -> title with the words that people search for, repair."""
 HEAD = """# Gallery of faults
 
-What an exploding layer, a dead layer, a learning rate that is too high or a wrong muP rule looks like, and how to
-repair it. Every case is a real training run with one planted fault, twenty measurements long. The picture shows a row
-for each layer and a column for each measurement: red means that the layer's updates are too large compared with the
-other layers, blue that they are too small, grey that they were not measured. The quoted line is the first verdict that
-names the fault.
+This page shows what an exploding layer, a dead layer, a learning rate that is too high or a wrong muP rule looks like,
+and how to repair it.
 
-*Made by `docs/scripts/make_gallery.py` from `benchmarks/rates/faults.py`. [How often verdicts are right](verdict_quality.md) was
-measured on other recipes and faults.*
+Every case is a real training run with one planted fault, twenty measurements long. The picture has a row for each layer
+and a column for each measurement. Red means that the layer's updates are too large compared with those of the other
+layers. Blue means too small, grey not measured. The quoted line is the first verdict that names the fault.
+
+*Made by `docs/scripts/make_gallery.py` from `benchmarks/rates/faults.py`. We measured [how often verdicts are
+right](verdict_quality.md) on other recipes and faults.*
 """
 
 
