@@ -54,7 +54,8 @@ def healthy_loss(task: str, width: int, data: Path) -> float:
 
 
 def repairs(data: Path, narrow: bool) -> None:
-    print("| fault | healthy | with the fault | corrected | corrected vs. healthy | multipliers |\n|---|---|---|---|---|---|")
+    print("| fault | healthy | with the fault | corrected | corrected vs. healthy | multipliers |")
+    print("|---|---|---|---|---|---|")
     for fault in FAULTS.values():
         task = TASKS[fault.task]
         width = fault.width or task.width
