@@ -1,11 +1,11 @@
-"""What correction makes of planted faults, and of runs that are in order.
+"""Corrected runs with planted faults, and corrected healthy runs.
 
     python -m benchmarks.rates.repair            # all, as in docs/repair.md
     python -m benchmarks.rates.repair --quick    # narrow models, one seed
 
-A run is trained to the end three times: in order, with a fault, and with the fault under ``mode="correct"`` with the
-policy "balance". Where learning rates are at fault, or can make up for it, the last should end where the first does. Of
-runs in order, correction should change nothing.
+A run is trained to the end three times: healthy, with a fault, and with the fault under ``mode="correct"`` with the
+policy "balance". If learning rates are at fault, or can compensate it, the last run should end where the first does.
+Correction should change nothing in healthy runs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def healthy_loss(task: str, width: int, data: Path) -> float:
 
 
 def repairs(data: Path, narrow: bool) -> None:
-    print("| fault | in order | with the fault | corrected | off by | multipliers |\n|---|---|---|---|---|---|")
+    print("| fault | healthy | with the fault | corrected | corrected vs. healthy | multipliers |")
+    print("|---|---|---|---|---|---|")
     for fault in FAULTS.values():
         task = TASKS[fault.task]
         width = fault.width or task.width
@@ -66,11 +67,11 @@ def repairs(data: Path, narrow: bool) -> None:
         off = f"{corrected / healthy - 1:+.0%}"
         cells = [f"{fault.name}{footnote}", f"{healthy:.4f}", f"{faulty:.4f}", f"{corrected:.4f}", off, shown]
         print("| " + " | ".join(cells) + " |", flush=True)
-    print("\n\\* not in the learning rate of the layer that is named")
+    print("\n\\* the fault is not in the learning rate of the named layer")
 
 
 def harmless(data: Path, seeds: int) -> None:
-    print("\n| run in order | loss | with correction | multipliers |\n|---|---|---|---|")
+    print("\n| healthy run | loss | with correction | multipliers |\n|---|---|---|---|")
     for task in TASKS.values():
         for seed in range(seeds):
             plain, _ = final_loss(start(task, data, seed=seed), task.steps, 10, False)

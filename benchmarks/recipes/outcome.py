@@ -158,13 +158,13 @@ def shares(base: Sequence[Healthy], runs: Sequence[Faulty]) -> Iterator[Share]:
     yield Share("faults that cost 3 to 10 % found", sum(bool(run.roots) for run in costs), len(costs), "50 %")
     named = [run for run in runs if run.roots and run.fault.causes != ("unknown",)]
     yield Share(
-        "of those found, with a right cause", sum(run.right_root is not None for run in named), len(named), "80 %"
+        "faults found, with a right cause", sum(run.right_root is not None for run in named), len(named), "80 %"
     )
     advised = [run for run in runs if not math.isnan(run.advised)]
     yield Share("advice followed that made it worse", sum(r.advised > WORSE for r in advised), len(advised), "0")
     dead = [run for run in runs if _diverges(run.record) is not None]
     in_time = [run for run in dead if any(root.at <= (_diverges(run.record) or 0) for root in run.roots)]
-    yield Share("divergence told when it shows or before", len(in_time), len(dead), "all")
+    yield Share("divergence reported when it shows or before", len(in_time), len(dead), "all")
 
 
 def first_words(runs: Sequence[Faulty]) -> list[int]:

@@ -272,8 +272,8 @@ def markdown(results: Sequence[Result]) -> str:
     named, false = sum(result.named for result in results), sum(result.false for result in results)
     count = len(results)
     lines.append(
-        f"\nNamed by the fifth measurement: {named} of {count}. Named although nothing was wrong (another seed of the "
-        f"narrow run, the wide run at the advised rate with two seeds): {false} of {3 * count}."
+        f"\nNamed by the fifth measurement: {named} of {count}. Named although nothing was wrong: {false} of "
+        f"{3 * count} (another seed of the narrow run, and the wide run at the advised rate with two seeds)."
     )
     return "\n".join(lines)
 
