@@ -41,9 +41,9 @@ The test uses recipes that played no part in choosing how many samples to take: 
 convolutional networks, perceptrons and autoencoders, under eight optimizers. Two probes watched the same steps, one at
 the defaults, one with all rows of the whole batch.
 
-*Within three standard errors*: the share of numbers that differ from those of all rows by at most three standard errors.
-*Median error*: the standard error, relative to the number. It is large for `bfa_cos` and `sensitivity` of layers whose
-cosine is near zero, because the difference from all rows is then most of the number. Small batches are run whole; then
+*Within three standard errors*: the share of numbers that differ from those of all rows by three standard errors or
+less. *Median error*: the standard error, relative to the number. It is large for `bfa_cos` and `sensitivity` of layers
+whose cosine is near zero: there the difference from all rows is most of the number. Small batches are run whole; then
 only quantities that are read off inputs use some of the rows.
 
 Made by `benchmarks/accuracy/feature_errors.py --write docs/feature_errors.md`.
