@@ -55,8 +55,8 @@ TURN = """## What to turn down first
   {default}
 * **Replay few samples**, as the default does. `replay_samples=None` runs the whole forward again after the step, to see
   how features change, and takes longer; `replay_samples=2` runs two samples.
-* **Measure less.** `quantities="light"` needs no extra forward and no hooks. A list of keys costs only what these keys
-  need ([quantities](quantities.md) says what each takes). `exclude=["*.bias"]` leaves out vectors.
+* **Measure less.** `quantities="light"` needs no extra forward and no hooks on layers. A list of keys costs only what
+  these keys need ([quantities](quantities.md) says what each takes). `exclude=["*.bias"]` leaves out vectors.
 * **Leave tier `"full"` for short runs of small models.** {full}
   Most of the cost is `bfk_ratio`, which goes back from every layer to the first eight times, so that it grows with the
   square of the depth. This was timed on an MLP of ten layers (batch 128, 128 and 512 wide, one thread, 2026-11-22). A
@@ -109,7 +109,7 @@ include waiting. The page on [communication](scaling.md) counts what is sent.
 """
 NO_GPU = """## GPUs
 
-[A page of its own](gpu.md) has the ratios on a GPU, the waits of the host and the share of training time.
+Ratios on a GPU, waits of the host and the share of training time are on [a page of their own](gpu.md).
 `python -m benchmarks.cost --device cuda` compares with peers there: GPT-2 with 124 and 350 million parameters in
 bf16-mixed.
 """
