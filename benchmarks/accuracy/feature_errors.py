@@ -33,17 +33,18 @@ KEYS = (
 PAGE = """# Features from few rows
 
 Features are measured on at most 512 rows, and the forward after the step is run on a few samples
-([how](how_it_works.md#the-first-samples-alone)). Every number that this concerns comes with a standard error, in
-`Measurement.errors`; the largest of `feature_change`, relative to it, is `summary/feature_error`.
+([how](how_it_works.md#the-first-samples-alone)). Each number that is measured this way has a standard error in
+`Measurement.errors`. `summary/feature_error` is the largest relative error of `feature_change`. This page tests how far
+you can trust these errors.
 
-The errors were tested on recipes that played no part in finding how many samples to take. They are language models,
-transformers, convolutional networks, perceptrons and autoencoders, under eight optimizers. Two probes watched the same
-steps, one at the defaults, one with all rows of the whole batch.
+The test uses recipes that played no part in choosing how many samples to take: language models, transformers,
+convolutional networks, perceptrons and autoencoders, under eight optimizers. Two probes watched the same steps, one at
+the defaults, one with all rows of the whole batch.
 
-*Within three standard errors*: numbers whose difference from that of all rows is no larger. *Median error*: the
-standard error, relative to the number. It is wide for `bfa_cos` and `sensitivity` of layers whose cosine is near zero,
-where the difference from all rows is most of the number. Small batches are run whole; then only what is read off inputs
-is of some rows.
+*Within three standard errors*: the share of numbers that differ from those of all rows by three standard errors or
+less. *Median error*: the standard error, relative to the number. It is large for `bfa_cos` and `sensitivity` of layers
+whose cosine is near zero: there the difference from all rows is most of the number. Small batches are run whole; then
+only quantities that are read off inputs use some of the rows.
 
 Made by `benchmarks/accuracy/feature_errors.py --write docs/feature_errors.md`.
 """

@@ -27,83 +27,89 @@ HEAD = """# What it costs
 
 *Made by `python -m benchmarks.cost` (`make bench`) from [cost.json](cost.json), {mode}, {date}.*
 
-An unmeasured step costs a comparison. A measured one, of a {millions:.1f}-million-parameter character transformer
-({depth} blocks, width {width}, batch {batch} x {context}) under Lightning, in plain steps ({plain:.2f} s each):
+An unmeasured step costs one comparison. The table shows what a measured step costs, in plain steps. The model is a
+{millions:.1f}-million-parameter character transformer ({depth} blocks, width {width}, batch {batch} x {context}) under
+Lightning, whose plain step takes {plain:.2f} s:
 """
 MACHINE = """Measured on {where}; {system}, Python {python}, torch {torch}, Lightning {lightning},
-threads: {threads}, {precision}, {date}. Steps take turns in one run, plain and measured, and each is compared with the
-plain step right before it: the median, and the least and the most of {rounds} rounds (slow ones: one). The
-system's load was {load} before it began{busy}.
+threads: {threads}, {precision}, {date}. Plain and measured steps take turns in one run, and each measured step is
+compared with the plain step right before it. The table gives the median, the least and the most of {rounds} rounds
+(slow ones: one). The system's load was {load} before it began{busy}.
 
-Ratios depend on how fast a machine multiplies matrices compared with how fast it reads memory: a plain step does
-hundreds of multiplications for each weight it reads, a norm a few. Here it is {gflop:,} billion multiplications and
-additions a second (1024 x 1024) and {copy} GB/s (copying, read and written). They also depend on the batch: the larger
-it is, the less a measured step costs beside a plain one.
+The ratios depend on how fast a machine multiplies matrices compared with how fast it reads memory. A plain step does
+hundreds of multiplications for each weight that it reads; a norm does a few. This machine does {gflop:,} billion
+multiplications and additions a second (1024 x 1024) and copies {copy} GB/s (read and written). The ratios also depend
+on the batch: the larger it is, the less a measured step costs compared with a plain one.
 """
 SPECTRAL = """
-The largest singular values of `W`, `dW` and `W - W0` (tier `"light"` less Frobenius norms alone) take the time of
-{reads:.0f} readings of all weights at that speed.
+Finding the largest singular values of `W`, `dW` and `W - W0` (tier `"light"` less Frobenius norms alone) takes as long
+as reading all weights {reads:.0f} times at that speed.
 """
 INTERVAL = """
-Lines are 1 + (ratio - 1) / every_n_steps. The point is measured: whole intervals of {every} steps, one of them
+The lines are 1 + (ratio - 1) / every_n_steps. The point is measured: whole intervals of {every} steps, one of them
 measured, took {ratio:.3f} ({low:.3f} to {high:.3f}) of the time of as many plain steps; the line says {expected:.3f}.
 """
 TURN = """## What to turn down first
 
-* **Measure less often.** `every_n_steps` divides all of it. {default}
+* **Measure less often.** `every_n_steps` divides the whole cost.
+  {default}
 * **Replay few samples**, as the default does. `replay_samples=None` runs the whole forward again after the step, to see
   how features change, and takes longer; `replay_samples=2` runs two samples.
-* **Measure less.** `quantities="light"` takes no forward and no hooks; a list of keys pays for those and no others
-  ([quantities](quantities.md) says what each takes). `exclude=["*.bias"]` leaves out vectors.
-* **Leave tier `"full"` for short runs of small models.** {full}Most of it is `bfk_ratio`, which goes back from every
-  layer to the first eight times, so that it grows with the square of the depth. With an MLP of ten layers (batch 128,
-  128 and 512 wide, one thread, 2026-11-22) a step at `"full"` took 3 to 6 times as long as one at `"standard"`, and
-  without `bfk_ratio` about as much as `"standard"` and one more step.
+* **Measure less.** `quantities="light"` needs no extra forward and no hooks on layers. A list of keys costs only what
+  these keys need ([quantities](quantities.md) says what each takes). `exclude=["*.bias"]` leaves out vectors.
+* **Leave tier `"full"` for short runs of small models.** {full}
+  Most of the cost is `bfk_ratio`, which goes back from every layer to the first eight times, so that it grows with the
+  square of the depth. This was timed on an MLP of ten layers (batch 128, 128 and 512 wide, one thread, 2026-11-22). A
+  step at `"full"` took 3 to 6 times as long as one at
+  `"standard"`. Without `bfk_ratio` it took about as long as `"standard"` and one more step.
 """
 COUNTS = """## Counted
 
-What one measured step of the same model does more than a plain one; the same on every machine, but for rounding. A pass
-is one reading of all of a matrix. Looking for the largest singular value takes two for each step of block Lanczos; that
-takes as many steps as it needs. `make bench-check` counts again, and fails if one of these has grown.
+What one measured step of the same model does beyond a plain one. These counts are the same on every machine, but for
+rounding. A pass is one reading of a whole matrix. Finding the largest singular value takes two passes for each step of
+block Lanczos, and as many steps as the matrix needs. `make bench-check` counts again, and fails if a count has grown.
 """
 FURTHER = """## What each further quantity adds
 
-Quantities that come with tier `"full"` or by name, each alone on top of tier `"standard"`: counted, not timed, and the
-same on every machine, but for rounding. The transformer has {millions:.1f} million parameters ({label}). At the step
-that is counted the run's first batch is looked at again. What several quantities need is paid for once: those of
-Adam's state together cost what one of them does. A backward pass goes through the model or a part of it. The last
-column has norms too, whose number of steps depends on the matrices; the others leave them out. Below 0: with that
-quantity the rows of all layers are gathered in another way, by fewer operators, which read less.
+These quantities come with tier `"full"` or by name. Each is counted alone on top of tier `"standard"`. Counts are the
+same on every machine, but for rounding. The transformer has {millions:.1f} million parameters ({label}). The
+counted step includes a second look at the run's first batch.
+
+* Work that several quantities share is paid for once: those of Adam's state together cost as much as one of them.
+* A backward pass goes through the model or a part of it.
+* The last column includes norms, whose number of steps depends on the matrices; the other columns leave norms out.
+* Below 0: with that quantity the rows of all layers are gathered differently, by fewer operators, which read less.
 """
 VISION = """## Images
 
-Convolutions, depthwise ones among them, and patches; random images, AdamW. The last but one column is of tier
-`"standard"`; `max_overhead` holds it below 1 % wherever a step takes more.
+Convolutions, depthwise ones among them, and patches; random images, AdamW. The share of training time is that of tier
+`"standard"`; where it exceeds 1 %, `max_overhead` keeps it below that.
 """
 COMPILED = """## Compiled models and half precision
 
-The transformer of the headline with its forward compiled, under autocast, and both. Features come from a few
+The transformer of the first table, with its forward compiled, under autocast, and both. Features come from a few
 samples that run [beside the step](how_it_works.md#how-a-step-is-measured-without-changing-it), forward twice and once
-backward, eagerly and in full precision. The plain step is of the same kind.
+backward, eagerly and in full precision. The plain step is compiled or under autocast in the same way.
 """
 WRITING = """## Writing it down
 
-`benchmarks/cost/writing.py`: a network of {matrices} matrices, all quantities, per measured step, until everything is
-in the file. TensorBoard and W&B get the [essential numbers](panels.md#what-is-logged), the run's own file all of them.
-Means include pictures at every 20th measurement; the page, which W&B gets once, some 5 MB, is not in it:
+`benchmarks/cost/writing.py` times how long it takes, per measured step, until everything is in the file. The network
+has {matrices} matrices, and all quantities are measured. TensorBoard and W&B get the
+[essential numbers](panels.md#what-is-logged), the run's own file gets all of them. Means include pictures at every 20th
+measurement. They do not include the page of some 5 MB that W&B gets once:
 """
-NAMES = """Most of what TensorBoard and W&B write is the names of the numbers, again at every step: 40 and 56 bytes a
-number, which neither file format can do without. With `log="all"`, all 3,000 numbers, it is a hundred kilobytes and
-more, and W&B's own process, which is told of every key once, takes some 15 s of another core's time.
+NAMES = """Most of what TensorBoard and W&B write is the names of the numbers, repeated at every step: 40 and 56 bytes a
+number. Neither file format can avoid that. With `log="all"`, all 3,000 numbers, it is a hundred kilobytes and more.
+W&B's own process gets every key once, which takes some 15 s of another core's time.
 """
 RANKS = """## Several processes
 
-DistributedDataParallel over gloo, one thread each, on {cores} cores (where there are fewer cores than processes the
-times include waiting). [What is sent](scaling.md) is counted on a page of its own.
+DistributedDataParallel over gloo, one thread each, on {cores} cores. If there are fewer cores than processes, the times
+include waiting. The page on [communication](scaling.md) counts what is sent.
 """
 NO_GPU = """## GPUs
 
-Ratios on a GPU, with what the host waits for and the share of training time, are on [a page of their own](gpu.md).
+Ratios on a GPU, waits of the host and the share of training time are on [a page of their own](gpu.md).
 `python -m benchmarks.cost --device cuda` compares with peers there: GPT-2 with 124 and 350 million parameters in
 bf16-mixed.
 """
@@ -179,7 +185,7 @@ def _turn(results: Mapping[str, Any]) -> str:
     times = (
         ""
         if full is None
-        else f'Here its step takes {full["ratio"] / row["ratio"]:.0f} times as long as one at `"standard"`. '
+        else f'Here its step takes {full["ratio"] / row["ratio"]:.0f} times as long as one at `"standard"`.'
     )
     text = TURN.format(default=default, full=times) + "\n![Cost against the interval](img/cost/interval.png)\n"
     one = results.get("interval")
@@ -203,13 +209,13 @@ def _peers(results: Mapping[str, Any]) -> str:
         body.append(
             [name, scope, *((ratio(row), f"{row['extra']:.3f}") if row else (headline["skipped"].get(name, "-"), ""))]
         )
-    text = "## What others cost\n\nOn the same model in the same run, each against plain steps of its own:\n\n"
+    text = "## What others cost\n\nOn the same model in the same run, each compared with its own plain steps:\n\n"
     text += table(["", "what it measures", "its step / plain step", "seconds more"], body)
     return text + "\n![Cost of a step, beside others](img/cost/peers.png)\n"
 
 
 def _growth(results: Mapping[str, Any]) -> str:
-    text = "## How it grows\n\nOne thing grows, the rest stays:\n\n![Growth](img/cost/growth.png)\n\n"
+    text = "## How it grows\n\nIn each series one thing grows, the rest stays:\n\n![Growth](img/cost/growth.png)\n\n"
     head = ["", "parameters", "plain step, s", LIGHT, STANDARD, "operators", "MB read"]
     body = []
     for name, points in results["series"].items():
@@ -224,7 +230,7 @@ def _growth(results: Mapping[str, Any]) -> str:
             cells.append(", ".join(f"{count['read'] / 1e6:,.0f}" for count in counts))
             body.append(cells)
     text += table(head, body)
-    return text + "\nOperators and bytes are those a measured step has more than a plain one, of both tiers.\n"
+    return text + "\nOperators and bytes are what a measured step needs beyond a plain one, at both tiers.\n"
 
 
 def _vision(results: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -32,30 +33,36 @@ SMALL = Size(128, 2, 4, 4, 64, vocab=96)
 """Compared in float32 with the CPU, where a larger one takes long."""
 TIERS = ("light", "standard", "full")
 NO_DEVICE = "no accelerator that CUDA knows was found: nothing was measured, and docs/gpu.md stays as it is"
+ABOUT = (
+    "Does training stay the same on a GPU, are the numbers those of a CPU, and what does a measured step cost?\n"
+    "`make gpu` measured this on one machine and wrote this page."
+)
 ABOUT_NUMBERS = (
-    "A transformer of {model} in float32, without TF32. Both devices train by themselves, so the numbers of the second "
-    "step hold what training itself differs by. These quantities differ most, relative to the larger number. All "
-    "{pairs:,} pairs of numbers were compared. `underflow_backward` is a share of a few entries; on the other device "
-    "others of them underflow."
+    "A transformer of {model} in float32, without TF32. Each device trains by itself, so the numbers of the second "
+    "step contain differences of training itself. All {pairs:,} pairs of numbers were compared; the table lists the "
+    "quantities that differ most, relative to the larger number. `underflow_backward` is a share of a few entries, and "
+    "on the other device different entries underflow."
 )
 ABOUT_COST = (
-    "Plain and measured steps take turns; the ratio is the median of the pairs, with its quartiles. Memory is what all "
-    "tensors take at most. Much of a measured step is the host's, which starts thousands of small calls, and a faster "
-    "GPU does not shorten that. Under autocast tier standard runs at most eight samples once more in float32, forward "
-    "and backward. Of a batch of eight or less, as here, that may take more memory than training itself."
+    "Plain and measured steps take turns; the ratio is the median of the pairs, with its quartiles. Memory is the most "
+    "that all tensors take at a time. Much of a measured step is work of the host, which starts thousands of small "
+    "calls, and a faster GPU does not shorten that. Under autocast, tier standard runs at most eight samples again in "
+    "float32, forward and backward. With a batch of eight or less, as here, this may take more memory than training."
 )
 ABOUT_SHARE = (
-    "With default settings but for the tier, of {count} steps after the first hundred. The steps 1, 2, 4 and so on are "
-    "measured, then every 100th as far as `max_overhead` (1 %) lets it. What the monitor says of itself was not used: "
-    "as many plain steps were timed before and after. How the machine drifts meanwhile is part of the figure; where no "
-    "step was measured it is all of it."
+    "How much longer {count} steps after the first hundred took, with default settings except the tier. Steps 1, 2, 4 "
+    "and so on are measured, then every 100th as far as `max_overhead` (1 %) allows. The share does not rely on what "
+    "the monitor reports: as many plain steps were timed before and after. It includes how the machine drifts "
+    "meanwhile; where no step was measured, it is nothing but drift."
 )
 ABOUT_TRAINERS = (
-    "A small transformer with dropout is trained by Lightning's Trainer for six steps, every one of them measured, and "
-    "once more without the monitor. Norms are compared with an SVD in float64; they are asked for to 1 %. Numbers are "
-    "those of matrices. NaN are counted where float32 has a number, with their reasons. Of the corrector, which is to "
-    "change training, two corrected runs are compared."
+    "Lightning's Trainer trains a small transformer with dropout for six steps, all of them measured, and once more "
+    "without the monitor. Norms are compared with an SVD in float64; the monitor was asked for 1 %. Numbers are those "
+    "of matrices. NaN are counted where float32 has a number, with their reasons. The corrector is meant to change "
+    "training, so two corrected runs are compared."
 )
+WIDTH = 120
+"""Characters in a line of the page."""
 BUDGET = 300
 """Seconds after which no further model is begun."""
 COSTED = ("light", "standard")
@@ -191,28 +198,28 @@ def page(
         "\n\n".join(
             (
                 "# On a GPU",
-                "`make gpu` measured all of this on one machine and wrote this page.",
+                ABOUT,
                 table(("machine", ""), [[key, value] for key, value in machine.items()]),
                 "## Numbers against the CPU's",
-                ABOUT_NUMBERS.format(model=SMALL.describe(), pairs=sum(d.compared for d in numbers)),
+                fill(ABOUT_NUMBERS.format(model=SMALL.describe(), pairs=sum(d.compared for d in numbers)), WIDTH),
                 table(("quantity", "largest difference", "layer", "compared"), worst),
                 "## Training with and without it",
                 "Parameters, gradients and optimizer states after four steps:",
                 table(("what", "bits"), [[what, "the same" if same else "**differ**"] for what, same in bits.items()]),
                 "## Waits of the host for the device in one measured step",
-                "CUDA counts them (`torch.cuda.set_sync_debug_mode`). The goals are 0 and 10.",
+                "CUDA counts these waits (`torch.cuda.set_sync_debug_mode`). The goals are 0 and 10.",
                 table(("tier", "forward and backward", "in all"), [[tier, *both] for tier, both in waiting.items()]),
                 "## Cost and memory of a measured step",
-                ABOUT_COST,
+                fill(ABOUT_COST, WIDTH),
                 table(("model", "tier", "plain, ms", "measured / plain", "goal", "plain, GiB", "measured, GiB"), steps),
                 "## Share of training time",
-                ABOUT_SHARE.format(count=STEPS),
+                fill(ABOUT_SHARE.format(count=STEPS), WIDTH),
                 table(
                     ("model", "tier", "share", "steps measured"),
                     [[title, tier, f"{100 * part:.1f} %", count] for title, tier, part, count in shares],
                 ),
                 "## Ways to train",
-                ABOUT_TRAINERS,
+                fill(ABOUT_TRAINERS, WIDTH),
                 table(("way", "bits", "norms against an SVD", "numbers"), rows(trainers)),
             )
         )
