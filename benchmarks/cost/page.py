@@ -55,7 +55,7 @@ TURN = """## What to turn down first
   {default}
 * **Replay few samples**, as the default does. `replay_samples=None` runs the whole forward again after the step, to see
   how features change, and takes longer; `replay_samples=2` runs two samples.
-* **Measure less.** `quantities="light"` needs no extra forward and no hooks on layers. A list of keys costs only what
+* **Measure less.** `quantities="light"` needs no extra forward and no hooks on modules. A list of keys costs only what
   these keys need ([quantities](quantities.md) says what each takes). `exclude=["*.bias"]` leaves out vectors.
 * **Leave tier `"full"` for short runs of small models.** {full}
   Most of the cost is `bfk_ratio`, which goes back from every layer to the first eight times, so that it grows with the
