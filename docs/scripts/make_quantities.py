@@ -41,8 +41,8 @@ root mean squares. This ratio does not depend on the width.
 
 *Cost* is the work of a measured step if you ask for that quantity alone. The monitor shares work between quantities and
 skips what no quantity needs: `quantities=["update_natural", "lr"]` takes one norm of each matrix and nothing else. A
-*norm* reads a matrix some ten times. *Hooks* are on the measured layers during measured steps only.
-[What it costs](cost.md) has the times.
+*norm* reads a matrix some ten times. *Hooks* are on the measured layers during measured steps only. [What it
+costs](cost.md) has the times.
 
 ## Tier `light`: weights, updates and gradients
 
@@ -62,9 +62,9 @@ those of [weight decay](decay.md), are cheap: ask for them by name.
 """
 
 TAIL = """
-Sources: *Spectral Condition*: Yang, Simon and Bernstein, "A Spectral Condition for Feature Learning"
-(arXiv 2310.17813); *Feature Speed Formula*: Chizat and Netrapalli (arXiv 2311.18718); *Infinite-Width Limits*: Yang
-and Hu, "Feature Learning in Infinite-Width Neural Networks" (arXiv 2011.14522).
+Sources: *Spectral Condition*: Yang, Simon and Bernstein, "A Spectral Condition for Feature Learning" (arXiv
+2310.17813); *Feature Speed Formula*: Chizat and Netrapalli (arXiv 2311.18718); *Infinite-Width Limits*: Yang and Hu,
+"Feature Learning in Infinite-Width Neural Networks" (arXiv 2011.14522).
 
 Biases and gains have only these quantities, where the norm is the RMS of the entries: {vectors}.
 
@@ -151,21 +151,21 @@ depths; a single value says little.
 ## Angles in residual networks
 
 In a residual network or transformer `bfa`, `bfa_cos` and `sensitivity` of a layer are about its branch, not about the
-residual stream. The angle is larger than that of the stream, and `sensitivity` counts only the loss decrease that passes
-through this branch. In a plain chain of layers all of the signal passes through each layer. The Feature Speed Formula
-then applies directly: `-<b, dh>` is what all parameters up to this layer contribute.
+residual stream. The angle is larger than that of the stream, and `sensitivity` counts only the loss decrease that
+passes through this branch. In a plain chain of layers all of the signal passes through each layer. The Feature Speed
+Formula then applies directly: `-<b, dh>` is what all parameters up to this layer contribute.
 
-`nodes` measures the stream itself: the outputs of blocks, of the last normalization, or of any module. Nodes have rows of
-their own in tables and charts. They have quantities of features only, and no verdicts.
+`nodes` measures the stream itself: the outputs of blocks, of the last normalization, or of any module. Nodes have rows
+of their own in tables and charts. They have quantities of features only, and no verdicts.
 
 ```python
 SpectralMonitor(nodes=["blocks.*", "norm"])
 ```
 
-A `*` stands for one part of a name: `blocks.*` matches the blocks, `blocks.*.mlp` a module inside each. A module that is
-a measured layer is not a node, because its numbers are reported already. If a module returns several tensors, the first
-one counts. Features are its last dimension, or its second if it has four or more, as images do. Where several processes
-share a batch (tensor parallelism), nodes are NaN, with the reason.
+A `*` stands for one part of a name: `blocks.*` matches the blocks, `blocks.*.mlp` a module inside each. A module that
+is a measured layer is not a node, because its numbers are reported already. If a module returns several tensors, the
+first one counts. Features are its last dimension, or its second if it has four or more, as images do. Where several
+processes share a batch (tensor parallelism), nodes are NaN, with the reason.
 
 ## Attention
 
@@ -188,11 +188,11 @@ embeddings the value is the bound `‖W_q‖* ‖W_k‖*`. With normalized queri
 
 `attention_logit_max`, `attention_entropy` and `attention_sink` are recomputed on at most {attention_rows} rows of
 queries, from at most {attention_sequences} sequences of the batch, with all of their keys. They do not depend on the
-kernel: SDPA, flash or eager. The monitor infers scale, mask, rotation and shared keys from names and arguments, and then
-*checks them*: the recomputed weights, times the values, must give what the module returned. Otherwise the numbers are
-NaN, with the reason. That happens with relative position biases, sliding windows inside a kernel and gated outputs, for
-instance. With dropout on the attention weights, the difference must be as large as dropout makes it, and the module must
-state its scale (`self.scale`).
+kernel: SDPA, flash or eager. The monitor infers scale, mask, rotation and shared keys from names and arguments, and
+then *checks them*: the recomputed weights, times the values, must give what the module returned. Otherwise the numbers
+are NaN, with the reason. That happens with relative position biases, sliding windows inside a kernel and gated outputs,
+for instance. With dropout on the attention weights, the difference must be as large as dropout makes it, and the module
+must state its scale (`self.scale`).
 
 With several processes the extremes and means over all of them are reported. Under tensor parallelism and FSDP2 each
 process measures the heads it holds as a whole and shares the result. If a head is split, as in a fused projection, or
@@ -201,40 +201,40 @@ under FSDP1, the numbers are NaN, with the reason.
 ## The noise of gradients
 
 `noise_scale` is a batch size. Well below it, a batch of twice the size makes twice the progress in a step; well above
-it, hardly any more. Ask for it by name: `quantities=["noise_scale"]`. `summary/noise_scale` combines all measured layers
-and has an interval from `summary/noise_scale_low` to `summary/noise_scale_high`.
+it, hardly any more. Ask for it by name: `quantities=["noise_scale"]`. `summary/noise_scale` combines all measured
+layers and has an interval from `summary/noise_scale_low` to `summary/noise_scale_high`.
 
-If batches are much smaller than the noise scale, the mean gradient cannot be told from zero. The value and the upper end
-are then NaN, and the lower end says that the noise scale is large.
+If batches are much smaller than the noise scale, the mean gradient cannot be told from zero. The value and the upper
+end are then NaN, and the lower end says that the noise scale is large.
 
 The monitor compares the gradients of up to {noise_samples} samples with each other, in every layer that is a single
 matrix and is called once. Their mean square estimates `‖G‖^2 + tr Sigma`; the mean inner product of two different
 samples estimates `‖G‖^2`. Both are unbiased. Neither needs another pass, because the gradient of a sample follows from
 the rows of inputs and of `b`. A sample is an entry along the first dimension of the batch: an image, or a whole
-sequence. Under accumulation the samples are those of the last micro-batch. Processes with batches of their own pool their
-samples; their losses must be means over equally many samples. If processes split features, the value is NaN.
+sequence. Under accumulation the samples are those of the last micro-batch. Processes with batches of their own pool
+their samples; their losses must be means over equally many samples. If processes split features, the value is NaN.
 
 ## The kernel, and the other quantities of tier `full`
 
 `bfk_ratio` describes the backward-to-feature kernel `K`, the sum of `lr J J^T` over all trained parameters. `J` is the
-derivative of all of a layer's outputs on this batch, and `lr` the learning rate of the parameter's group. Under gradient
-descent the outputs move by `-K b`. With another optimizer `K` is still the kernel of gradient descent at these rates. If
-`b` were independent of `K`, `bfk_ratio` would equal `bfa_cos`. If the two differ, `b` prefers directions that move more,
-or less, than others.
+derivative of all of a layer's outputs on this batch, and `lr` the learning rate of the parameter's group. Under
+gradient descent the outputs move by `-K b`. With another optimizer `K` is still the kernel of gradient descent at these
+rates. If `b` were independent of `K`, `bfk_ratio` would equal `bfa_cos`. If the two differ, `b` prefers directions that
+move more, or less, than others.
 
 `K` is computed at the weights after the step and differs from that before it by as little as the features do. Its two
 moments are estimated with {probes} random vectors, the same ones in every step. The estimate is accurate to a few
-percent if many directions count. If one direction dominates, and the ratio is close to `1 / sqrt(entries of the output)`, it is accurate
-to some 30 %. It is NaN under gradient accumulation, and for layers after an operation that cannot be differentiated
-twice.
+percent if many directions count. If one direction dominates, and the ratio is close to
+`1 / sqrt(entries of the output)`, it is accurate to some 30 %. It is NaN under gradient accumulation, and for layers
+after an operation that cannot be differentiated twice.
 
 `bfk_peak` and `bfk_guarantee` say how unequal the eigenvalues of `K` are. Both are in no tier, because they take
 {lanczos} products with `K` for every layer, twice the work of `bfk_ratio`. The products are steps of Lanczos from the
 first of the random vectors. Theorem 3.2 says that under gradient descent `bfa_cos` is at least `lmin / lmax`, whatever
 the loss. The largest eigenvalue found is at most `lmax`, mostly within 10 %; the smallest one found is at least `lmin`.
 Their ratio `bfk_guarantee` is therefore an upper bound of what is guaranteed; if it is small, nothing is guaranteed.
-`bfk_peak` is `lmax` over the mean eigenvalue `M1`. It is 1 if all directions of the outputs move equally, and the number
-of entries of the output if only one moves. Its inverse is above `lmin / lmax` too. Apart from estimation errors,
+`bfk_peak` is `lmax` over the mean eigenvalue `M1`. It is 1 if all directions of the outputs move equally, and the
+number of entries of the output if only one moves. Its inverse is above `lmin / lmax` too. Apart from estimation errors,
 `bfk_peak` is at least `1 / bfk_ratio^2`. In the first layer, and wherever weights are fewer than outputs, `K` has
 eigenvalues of 0.
 
@@ -244,12 +244,12 @@ eigenvalues of 0.
 `dual_bfa_cos` and `gradient_change` come from the same pass. `gradient_change` compares gradients where they reach the
 weights, so clipping and earlier micro-batches do not count.
 
-`dual_bfk_ratio` relates to `dual_bfa_cos` as `bfk_ratio` does to `bfa_cos`, and is in no tier. Its kernel `K~` is the sum
-of `lr B B^T` over the weights after a layer. `B` is the derivative of `b` by each of them at fixed features `h`. With a
-linear loss and a ReLU network without biases after the layer, gradient descent changes `b` by `-K~ h`. With other
-losses and activations `K~` is still that sum, but no more than that. Weights that also lead to the layer, such as tied
-ones, are left out. The value is NaN where `bfk_ratio` or `backward_speed` is, and at the output layer, which no weight
-follows.
+`dual_bfk_ratio` relates to `dual_bfa_cos` as `bfk_ratio` does to `bfa_cos`, and is in no tier. Its kernel `K~` is the
+sum of `lr B B^T` over the weights after a layer. `B` is the derivative of `b` by each of them at fixed features `h`.
+With a linear loss and a ReLU network without biases after the layer, gradient descent changes `b` by `-K~ h`. With
+other losses and activations `K~` is still that sum, but no more than that. Weights that also lead to the layer, such as
+tied ones, are left out. The value is NaN where `bfk_ratio` or `backward_speed` is, and at the output layer, which no
+weight follows.
 
 A layer's change has three parts, apart from its bias: `dh = dW h' + W dh' + dW dh'`. They are its own update
 (`feature_change_local`), the change that it inherits from the layers below (`feature_change_inherited`), and both
@@ -258,16 +258,16 @@ so their sizes need not add up to `feature_change`.
 
 `activation_ratio` follows the graph from a layer's inputs back to the measured layer they come from. It is NaN unless
 all operations in between are elementwise (activations, dropout, scaling, reshaping). It is therefore NaN for the first
-layer, and for most layers of a residual network. It is a mean over rows. If a convolution's map becomes one row, it is a
-mean over samples; if dimensions are permuted on the way, all entries count as one row.
+layer, and for most layers of a residual network. It is a mean over rows. If a convolution's map becomes one row, it is
+a mean over samples; if dimensions are permuted on the way, all entries count as one row.
 
 `sample_share` treats each row as a sample; in a transformer a row is a token. It is measured for Linear layers.
 `kernel_change` compares outputs `h`, before the activation, in {kernel_rows} rows of each call.
 
 `underflow_*` imitates a cast with one scale for the whole tensor: the largest entry becomes the largest number of the
-format. It then counts the entries that the cast turns into 0. With that scale nothing overflows, so there is no share of
-overflow. bf16 has the range of float32 and loses nothing. With several processes each casts what it holds, and the mean
-is reported. `feature_rms` of the output layer is the size of its logits.
+format. It then counts the entries that the cast turns into 0. With that scale nothing overflows, so there is no share
+of overflow. bf16 has the range of float32 and loses nothing. With several processes each casts what it holds, and the
+mean is reported. `feature_rms` of the output layer is the size of its logits.
 
 None of these quantities touches training. Backward passes run on a forward of their own, under guards. The guards keep
 gradients, hooks of modules and parameters, random numbers and buffers as they were.
@@ -275,8 +275,8 @@ gradients, hooks of modules and parameters, random numbers and buffers as they w
 ## Accuracy
 
 Spectral norms are Lanczos estimates from below, within 5 % by default (`tol=0.05`) and mostly within 1 %. Verdicts have
-limits of 1/16 and 8, so this is enough. `tol=0.01` makes a measured step about a third more expensive; see
-[how good the norms are](estimator.md).
+limits of 1/16 and 8, so this is enough. `tol=0.01` makes a measured step about a third more expensive; see [how good
+the norms are](estimator.md).
 
 Features are measured on at most `max_rows` (512) rows of each layer, the same choice in every step:
 
@@ -285,16 +285,16 @@ Features are measured on at most `max_rows` (512) rows of each layer, the same c
   with thousands of groups use a few.
 * The stable ranks of inputs and gradients use 256 rows, or as many as have 2^17 entries. Their spectra are accurate to
   10 %.
-* `max_rows=None` takes all rows everywhere. Otherwise `sensitivity` assumes that rows it does not compare lower the loss
-  by as much as the others.
+* `max_rows=None` takes all rows everywhere. Otherwise `sensitivity` assumes that rows it does not compare lower the
+  loss by as much as the others.
 
 A step changes features only a little, and rounding must not hide the change. `bfa` and `bfa_cos` are NaN unless the
 change is 100 times the rounding error of the features. `feature_change`, `feature_drift` and `sensitivity` need twice
-that error. In float32 this is hardly ever a problem. Under bf16-mixed and 16-mixed a few samples run once more
-[in full precision](how_it_works.md#how-a-step-is-measured-without-changing-it). That is impossible with batch
-normalization, bf16-true, or dropout in front of a loss that the model does not compute itself. Features are then rounded
-to 3 digits: the angle is almost always NaN, and `feature_change` is known only above about 1.6 %. Weights, updates,
-contributions and drift are as accurate as ever.
+that error. In float32 this is hardly ever a problem. Under bf16-mixed and 16-mixed a few samples run once more [in full
+precision](how_it_works.md#how-a-step-is-measured-without-changing-it). That is impossible with batch normalization,
+bf16-true, or dropout in front of a loss that the model does not compute itself. Features are then rounded to 3 digits:
+the angle is almost always NaN, and `feature_change` is known only above about 1.6 %. Weights, updates, contributions
+and drift are as accurate as ever.
 """
 
 
