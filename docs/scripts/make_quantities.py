@@ -283,8 +283,8 @@ Features are measured on at most `max_rows` (512) rows of each layer, the same c
 * `alignment` and `update_alignment`, whose products with weights are expensive, use 256 of them.
 * Layers for which those products would cost more than 2^25 multiply-adds use fewer rows, but at least 64. Convolutions
   with thousands of groups use a few.
-* The stable ranks of inputs and gradients use 256 rows, or as many as have 2^17 entries. Their spectra are accurate to
-  10 %.
+* The stable ranks of inputs and gradients use 256 rows. Layers with fewer than 256 features use more rows, up to 2^16
+  entries. These stable ranks are accurate to 10 %.
 * `max_rows=None` takes all rows everywhere. Otherwise `sensitivity` assumes that rows it does not compare lower the
   loss by as much as the others.
 
