@@ -367,8 +367,9 @@ def cost(q: Quantity) -> str:
 def rows(tier: str) -> str:
     """Return the tables of a tier: what its quantities mean, and how they are defined."""
     entries = [q for q in QUANTITIES.values() if q.tier == tier]
-    meaning = [(f"`{q.key}`", q.meaning, q.healthy, q.misleads) for q in entries]
-    formulas = [f"`{q.notation}`".replace("|", "‖") for q in entries]  # a character that tables can hold
+    texts = [(f"`{q.key}`", q.meaning, q.healthy, q.misleads) for q in entries]
+    meaning = [tuple(text.replace("|", "‖") for text in row) for row in texts]  # a character that tables can hold
+    formulas = [f"`{q.notation}`".replace("|", "‖") for q in entries]
     definition = [
         (f"`{q.key}`", formula, q.unit, q.range, cost(q), q.source)
         for q, formula in zip(entries, formulas, strict=True)

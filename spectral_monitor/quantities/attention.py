@@ -54,8 +54,7 @@ ENTRIES = (
         source="arXiv 2302.05442, Sec. 3",
         meaning="largest logit of a key that the mask allows",
         healthy="1 to 20, steady; verdict logits_exploding above 50 and growing",
-        misleads="rows that are not measured: up to 64 rows of queries are, with all of their keys, and others may "
-        "have larger logits",
+        misleads="rows that are not measured: only up to 64 rows of queries are, with all of their keys",
         question=questions.ATTENTION,
         title="largest logit",
         band=(0.0, 50.0),
