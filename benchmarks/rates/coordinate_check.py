@@ -50,7 +50,7 @@ class Plain:
     widths: tuple[int, ...] = (64, 128, 256, 512, 1024)
     divided = 0.0
     """The power of the width by which the readout divides when it is called, of which its weights know nothing."""
-    story = "PyTorch's default, Adam with one learning rate: the wider, the larger the changes"
+    story = "PyTorch's default, Adam with one learning rate: changes grow with the width"
     lr = 5e-4
 
     def __init__(self, data: str) -> None:
@@ -129,7 +129,7 @@ class WrongEmbedding(MupTransformer):
     inputs are one-hot, for a matrix, whose learning rate goes with one over the width.
     """
 
-    story = "microsoft/mup with the embedding in the wrong role: tokens learn less the wider the network"
+    story = "microsoft/mup with the embedding in the wrong role: the wider the network, the less tokens learn"
 
     def bases(self) -> tuple[nn.Module, nn.Module]:
         import mup
@@ -248,25 +248,27 @@ def main() -> None:
         print(text)
 
 
-HEAD = """# Beside microsoft/mup's coordinate check
+HEAD = """# Comparison with muP's coordinate check
 
 *Made by `benchmarks/rates/coordinate_check.py`, in one run: the same networks, data, seeds (3) and steps (4) for both.*
 
-The coordinate check records the mean size of every layer's outputs, mean |h|, and draws it against the width; whether a
-curve is fine is for you to see. Here a line is fitted to it: the numbers are slopes on log-log axes, 0 is flat. A sweep
-measures what a step *changes*: the natural norm of the update (|dW|), which should not depend on the width, and the
-relative change of the outputs (dh / h); and it says in words what it found.
+The coordinate check is a picture: it draws the mean size of each layer's outputs, mean |h|, against the width, and you
+judge the curves. The tables below fit a line to each curve instead. Their numbers are slopes on log-log axes; 0 is
+flat. A sweep measures what a step *changes* and says in words what it found. It measures the natural norm of the update
+(|dW|), which should not depend on the width, and the relative change of the outputs (dh / h).
 
-In the first four cases both tell the same story, the sweep layer by layer, the coordinate check where enough has
-changed to be seen over what was there from the start: in the transformer, after four steps, at the ends of the blocks
-alone. In a network under muP the outputs of the readout start smaller the wider it is and grow to a size that does not
-depend on it: a slope of -1/2 in the coordinate check there is right, and the one people ask about most.
+**In the first four cases both agree.** The sweep shows the problem layer by layer. The coordinate check shows it only
+where the outputs have changed enough compared with their initial size. In the transformer, after four steps, that is at
+the ends of the blocks alone.
 
-In the last two cases the coordinate check sees nothing, for what goes wrong is small beside what was there at the
-start: updates that vanish leave all sizes as they were.
+**In the last two cases the coordinate check sees nothing.** The problem is small compared with the initial outputs:
+updates that vanish leave all sizes as they were.
 
-muP's readout divides its outputs by the width's multiple when it is called, of which its weights know nothing; that is
-taken off |dW| there.
+**A slope of -1/2 at the readout is right under muP.** People ask about it most. The wider the network, the smaller the
+readout's initial outputs. They then grow to a size that does not depend on the width.
+
+The readout of muP divides its outputs by the width's multiple in its forward, which its weights do not show. |dW| of
+the readout takes this division into account.
 
 """
 

@@ -28,9 +28,9 @@ HEAD = """# Parametrizations
 
 *Generated from the code by `docs/scripts/make_parametrizations.py`.*
 
-A parametrization says how large weights begin and how fast each layer learns, **by the shapes of the layers**. A good
-one has a learning rate that stays the best one when the network gets wider, and layers that all learn. Each one here is
-an object with two verbs:
+A parametrization sets the initial size of the weights and the learning rate of each layer **from the shapes of the
+layers**. With a good one all layers learn, and the best learning rate stays the same when the network gets wider. Each
+parametrization here is an object with two methods:
 
 ```python
 from spectral_monitor.scaling import MUP
@@ -39,23 +39,31 @@ MUP.init_(model)  # draws all matrices again
 optimizer = torch.optim.AdamW(MUP.param_groups(model, lr=0.02, optimizer="adam"))
 ```
 
-`optimizer="adam"` is for all optimizers that move every entry by about the learning rate (AdamW, Lion, RMSprop ...),
-`"sgd"` for those that move it by as much as its gradient. Roles (which matrix is the readout, which an embedding) are
-the monitor's: `spectral_monitor.inspect(model)` shows them, `roles={"head": "readout"}` corrects them.
+Use `optimizer="adam"` for all optimizers that move every entry by about the learning rate (AdamW, Lion, RMSprop ...).
+Use `"sgd"` for optimizers whose step is proportional to the gradient. The monitor decides which matrix is the readout
+and which an embedding: `spectral_monitor.inspect(model)` shows these roles, `roles={"head": "readout"}` corrects them.
 
-**Which one?** For training: `SPECTRAL`, or `MUP`, which differs from it by constants; where the depth
-changes too, `COMPLETE_P` (residual nets, transformers among them) or `FSC` (perceptrons). The others are there to be compared with: a [sweep](sweeps.md) shows what becomes
-of each. To leave model and optimizer alone and correct learning rates while training, see
-[learning-rate correction](correction.md).
+**Which one should I use?**
+
+| you change | use |
+|---|---|
+| the width | `SPECTRAL`, or `MUP`, which differs from it by constants |
+| width and depth of a residual net, such as a transformer | `COMPLETE_P` |
+| width and depth of a perceptron | `FSC` |
+| neither model nor optimizer | [learning-rate correction](correction.md), which corrects learning rates during training |
+
+The other parametrizations are for comparison: a [sweep](sweeps.md) shows how each behaves.
 
 ## The rules
 
-What the standard deviation of a weight is, and what the learning rate is multiplied by. L is the number of matrices,
-or, where there are branches, of hidden ones (`depth=` where that is not what you mean). Biases, gains and embeddings read what has one entry, so they follow `input`
-with a fan_in of 1 (biases of the readout follow `readout`; with branches, biases and gains in blocks follow `hidden`).
-Biases and the padding rows of embeddings begin at zero,
-gains stay as they are. A convolution counts taps in its fan_in. A matrix that is embedding and readout at once follows
-`readout`, and the other embeddings of its width follow it.
+Each table gives the standard deviation of the initial weights, and the factor on the learning rate under SGD and Adam.
+`L` is the number of matrices; in networks with branches it is the number of hidden matrices. `depth=` overrides it.
+
+* Biases, gains and embeddings follow `input` with a fan_in of 1. Biases of the readout follow `readout`. In networks
+  with branches, biases and gains in blocks follow `hidden`.
+* Biases and the padding rows of embeddings begin at zero. Gains keep their initial values.
+* A convolution counts taps in its fan_in.
+* A matrix that is both embedding and readout follows `readout`, and so do the other embeddings of its width.
 
 """
 
@@ -64,44 +72,54 @@ ABOUT = {
         SP,
         "One learning rate for all: PyTorch's default, up to a constant. Its best learning rate falls with width.",
     ),
-    "NTP": (NTP, "The neural tangent parametrization: wide networks are trained, but their features stand still."),
+    "NTP": (NTP, "The neural tangent parametrization: wide networks train, but their features do not change."),
     "MUP": (MUP, "The maximal update parametrization: every layer learns features at every width."),
-    "MFP": (MFP, "The mean field parametrization, of one hidden layer, where it is muP; deeper networks are refused."),
-    "SPECTRAL": (SPECTRAL, "The spectral parametrization: the same by one rule for any rectangular shape."),
-    "NTK": (NTK, "`NTP` with rates that make the loss fall alike at every depth."),
+    "MFP": (
+        MFP,
+        "The mean field parametrization, for one hidden layer, where it equals muP; deeper networks are refused.",
+    ),
+    "SPECTRAL": (SPECTRAL, "The spectral parametrization: like muP, with one rule for any rectangular shape."),
+    "NTK": (NTK, "`NTP` with learning rates that lower the loss by the same amount at every depth."),
     "MF_MUP": (MF_MUP, "Learns features at every width and depth, but the loss falls like 1 / sqrt(L)."),
-    "FSC": (FSC, "Of perceptrons: forward passes, sensitivities and contributions depend neither on width nor depth."),
+    "FSC": (
+        FSC,
+        "For perceptrons: forward pass, sensitivities and contributions depend neither on width nor on depth.",
+    ),
     "COMPLETE_P": (
         COMPLETE_P,
-        "CompleteP, of residual nets: learning rates transfer to any width and depth, and every layer learns more than "
+        "CompleteP, for residual nets: learning rates transfer to any width and depth, and every layer learns more than "
         "its linearization.",
     ),
     "DEPTH_MUP": (
         DEPTH_MUP,
-        "Depth-muP, of residual nets with one matrix a branch: branches learn as much as they can, unlike each other.",
+        "Depth-muP, for residual nets with one matrix per branch: each branch learns as much as it can, and branches "
+        "learn different features.",
     ),
-    "FSC_RESNET": (FSC_RESNET, "Of residual nets: contributions depend neither on width nor depth."),
-    "fsc_resnet(0.1)": (fsc_resnet(0.1), "The same, of branches that are scaled by beta whatever the depth, here 0.1."),
+    "FSC_RESNET": (FSC_RESNET, "For residual nets: contributions depend neither on width nor on depth."),
+    "fsc_resnet(0.1)": (fsc_resnet(0.1), "The same, for branches scaled by a constant beta at any depth, here 0.1."),
 }
 
 OUTPUTS = """## Dense and sparse outputs
 
-The rules above are for losses that are a mean over all outputs, as the mean squared error is: `outputs="dense"`. Under
-cross entropy the gradient of the outputs has norm 1 whatever the number of classes. With the same rules features then
-move by the root of that number too little for the decrease of the loss. `outputs="sparse"` makes up for it: in the
-standard deviation of a readout, and in its learning rate under SGD, `fan_out` is 1. Learning rates of Adam are the
-same. Say it to both, for the model does not tell which loss it is trained on:
+If your loss is cross entropy, pass `outputs="sparse"` to both methods. The model does not show which loss it is trained
+on:
 
 ```python
 FSC.init_(model, outputs="sparse")
 optimizer = torch.optim.SGD(FSC.param_groups(model, lr=0.1, outputs="sparse"))
 ```
+
+The rules above assume `outputs="dense"`: a loss that is a mean over all outputs, such as the mean squared error. Under
+cross entropy the gradient of the outputs has norm 1, whatever the number of classes. For a given decrease of the loss,
+features then move too little, by a factor of the root of that number. `outputs="sparse"` compensates for it. It sets
+`fan_out` to 1 in the standard deviation of a readout, and in its learning rate under SGD. Learning rates of Adam do not
+change.
 """
 
 BRANCHES = """## Residual nets: the branch multiplier is yours
 
-`COMPLETE_P`, `DEPTH_MUP` and `fsc_resnet` are of networks whose branches are multiplied before they are added to the
-stream. Nothing is written on your modules, so your forward has to do it:
+`COMPLETE_P`, `DEPTH_MUP` and `fsc_resnet` are for networks that multiply each branch before adding it to the stream.
+The parametrization does not change your modules, so your `forward` has to multiply:
 
 ```python
 import torch
@@ -134,21 +152,21 @@ groups = COMPLETE_P.param_groups(model, lr=0.02, optimizer="adam", weight_decay=
 optimizer = torch.optim.AdamW(groups)
 ```
 
-Multipliers must be in proportion to `1 / L` at every depth (`1 / sqrt(L)` of `DEPTH_MUP`); by what number does not
-matter, for the learning rate is tuned at one depth. All matrices between the first and the readout are taken to be on
-branches. So are biases and gains in a numbered block with one (`blocks.3.`), or beside one.
+Multipliers must be proportional to `1 / L` at every depth (`1 / sqrt(L)` for `DEPTH_MUP`). The constant does not
+matter, because you tune the learning rate at one depth. All matrices between the first one and the readout count as
+branches. So do biases and gains in a numbered block (`blocks.3.`) that holds such a matrix, or beside one.
 
-`weight_decay` is divided by what `lr` is multiplied by, so that weights shrink alike at every size. `eps` is what Adam
-adds to gradients of size 1. Each group gets it in proportion to its gradients, which get smaller with width and depth.
-For the matrices of `COMPLETE_P` both are as published. The paper of `DEPTH_MUP` says nothing of them.
+`weight_decay` is divided by the factor on `lr`, so that weights shrink at the same speed at every size. `eps` is what
+Adam adds to gradients of size 1. Each group gets an `eps` proportional to its gradients, which get smaller with width
+and depth. For the matrices of `COMPLETE_P` both follow the paper. The paper of `DEPTH_MUP` does not specify them.
 
 """
 
 ABC = """## Any other: exponents
 
 `abc(a, b, c)` is the general parametrization of a perceptron: `W_l = n^-a_l w_l`, `w_l` drawn from `N(0, n^(-2 b_l))`,
-learning rate `n^-c`. `classify()` says what becomes of it as the width n grows, exactly, before anything is trained;
-`from_abc` makes a parametrization of it that can be trained.
+learning rate `n^-c`. `classify()` computes exactly how it behaves as the width n grows, before anything is trained.
+`from_abc` turns it into a parametrization that you can train with.
 
 ```python
 >>> from spectral_monitor.scaling import abc, from_abc
@@ -161,21 +179,25 @@ learning rate `n^-c`. `classify()` says what becomes of it as the width n grows,
 |---|---|---|---|---|---|---|---|
 {rows}
 
-With r > 0 features change by n^-r in a step: not at all in the limit. What is trained then is a kernel machine. Its
-kernel is that of the readout and of the hidden matrices that change features most (NTK), of these alone (body NTK) or
-of the readout alone (NNGP). `uniform(hidden, r)` lies between muP, r = 0, and the neural tangent parametrization,
-r = 1/2. In a trivial one outputs stand still, but features may move all the same: `learns_from` is the first layer
-where they do. The table has the rows of the paper's Table 1. An equivalent way to write the same training
-(`.shifted(theta)`) gives the same answer.
+The table has the rows of Table 1 of the infinite-width paper. With r > 0 features change by n^-r in a step, so in the
+limit they do not change. Training is then that of a kernel machine, with one of three kernels:
+
+* NTK: the kernel of the readout and of the hidden matrices that change features most;
+* body NTK: the kernel of these hidden matrices alone;
+* NNGP: the kernel of the readout alone.
+
+`uniform(hidden, r)` lies between muP (r = 0) and the neural tangent parametrization (r = 1/2). In a trivial
+parametrization outputs do not change, but features still may: `learns_from` is the first layer whose features do.
+`.shifted(theta)` writes the same training in an equivalent way, and gives the same answer.
 
 ## Updates that are the right size because they are made so
 
-`NormalizedUpdates(optimizer, model)` keeps the direction of another optimizer's updates and gives each matrix an update
-of natural norm `lr` (Eq. 17 of the spectral paper; `norm="frobenius"` is the cheap variant, without a singular value).
-A matrix that is embedding and readout at once is sized as the readout, and the other embeddings of its width, which are
-added to the same stream, move by its largest row instead: else the positions would outrun the tokens.
+`NormalizedUpdates(optimizer, model)` keeps the direction of another optimizer's updates and rescales each matrix's
+update to natural norm `lr` (Eq. 17 of the spectral paper). `norm="frobenius"` is cheaper, because it needs no singular
+value. A matrix that is both embedding and readout is scaled as the readout. The other embeddings of its width are added
+to the same stream, so they move by its largest row. Otherwise positions would move faster than tokens.
 
-With `spectral_init_(model)` (Eq. 16) it needs no rule of shapes at all:
+With `spectral_init_(model)` (Eq. 16) it needs no rules for shapes:
 
 ```python
 from spectral_monitor import spectral_init_
@@ -187,10 +209,14 @@ optimizer = NormalizedUpdates(torch.optim.SGD(model.parameters(), lr=0.05, momen
 
 ## Scales and rates that are measured
 
-`calibrate` needs no rule either. It runs some tens of passes over a few batches and finds, for any network with one
-readout, by what to multiply each layer so that features begin with RMS 1, the readout so that features and loss move
-together, and a learning rate for each layer with which all contribute alike (the Feature Speed paper's automatic
-scaling, FSC). The model is left as it is until you say so:
+`calibrate` needs no rules either. It measures a network with one readout in a few dozen passes over a few batches. This
+is the automatic scaling (FSC) of the Feature Speed paper. It returns
+
+* a factor for each layer, so that its features begin with RMS 1;
+* a factor for the readout, so that features and loss move together;
+* a learning rate for each layer, so that all layers contribute equally.
+
+The model changes only when you apply the result:
 
 ```python
 from spectral_monitor.scaling import calibrate
@@ -200,10 +226,11 @@ found.apply_(model)
 optimizer = torch.optim.SGD(found.param_groups(model, lr=0.02))
 ```
 
-`lr` is then the decrease of the loss by the first step, at any width and depth. What it finds for perceptrons are the
+`lr` is then the decrease of the loss by the first step, at any width and depth. For perceptrons `calibrate` finds the
 exponents of the paper's table ([measured](papers.md#scaling-by-measurement)).
 
-A readout that begins at zero stays zero. It takes one step of its own, after which all of that holds:
+A readout that begins at zero stays zero under these factors. It first takes one step with a learning rate of its own;
+then all of the above holds:
 
 ```python
 readout = next(group for group in optimizer.param_groups if group["name"] == "head")
@@ -212,20 +239,20 @@ readout["lr"] = found.first_rate  # in the first step; after it, 0.02 * found.ra
 
 ## What is predicted of a sweep
 
-`predict(parametrization, "adam", quantity, widths, layers)` gives, for each layer, the slope against width that theory
-says a quantity has; [the formulas](api/scaling.md). A [sweep](sweeps.md) compares with it. Measured on perceptrons of
-widths 128 to 2048 under `MUP`, `SPECTRAL`, `NTP`, `MFP` and `SP`, 18 quantities of every layer are within 0.1 (and three
-standard errors) of it.
+`predict(parametrization, "adam", quantity, widths, layers)` returns, for each layer, the slope of a quantity against
+width in theory ([the formulas](api/scaling.md)). A [sweep](sweeps.md) compares its measurements with these slopes.
 
-Against depth (`axis="depth"`) the same is measured of 13 quantities. Perceptrons of width 1024 and 4 to 32 hidden
-matrices have them under `FSC`, `MF_MUP` and `NTK`. Residual nets of width 256 and 8 to 64 branches have them under
-`COMPLETE_P`, `DEPTH_MUP` and `FSC_RESNET`.
+| against | networks | parametrizations | quantities within 0.1 (and three standard errors) of theory |
+|---|---|---|---|
+| width | perceptrons of width 128 to 2048 | `MUP`, `SPECTRAL`, `NTP`, `MFP`, `SP` | 18 of every layer |
+| depth (`axis="depth"`) | perceptrons of width 1024, 4 to 32 hidden matrices | `FSC`, `MF_MUP`, `NTK` | 13 |
+| depth (`axis="depth"`) | residual nets of width 256, 8 to 64 branches | `COMPLETE_P`, `DEPTH_MUP`, `FSC_RESNET` | 13 |
 """
 
 
 def rules(name: str, p: Parametrization, about: str) -> str:
     lines = [line.split(maxsplit=1) for line in str(p).splitlines()[1:]]
-    branch = [f"Branches times `{p.branch}`.\n"] if p.branch is not None else []
+    branch = [f"Multiply branches by `{p.branch}`.\n"] if p.branch is not None else []
     table = ["| | std | sgd | adam |", "|---|---|---|---|"]
     for kind, rule in lines[: len(lines) - len(branch)]:
         std, sgd, adam = (part.split(" ", 1)[1] for part in rule.split("; "))
