@@ -77,7 +77,7 @@ def test_where_the_others_hardly_move_either_rate_may_be_wrong(others, own, both
     ratios = dict.fromkeys(LAYERS, others) | {"b": own}
     verdict = told_of_rate(1000.0, 1000.0, update_ratio=ratios)
     assert verdict.sentence == "its learning rate is 10, that of the other layers 0.01" + (
-        ", with which they hardly move: use one of the two for all" if both else ": use 0.01"
+        ", at which they hardly move: use one of the two for all layers" if both else ": use 0.01"
     )
     assert verdict.remedy == (None if both else Remedy("set_lr", ("b",), 0.01))
 
@@ -120,7 +120,7 @@ def test_a_layer_off_the_rule_of_the_others_is_told_by_the_rule():
     lr = {name: 1.0 / info.fan_in for name, info in WIDE.items()} | {"b": 50 / 1024}
     verdict = only_verdict(layers=WIDE, lr=lr, settings=set_by(layers=WIDE, lr=lr))
     assert verdict.cause == "lr_too_large"
-    assert verdict.sentence.startswith("its learning rate is 0.0488, by the rule of the others it would be 0.000977")
+    assert verdict.sentence.startswith("its learning rate is 0.0488, the rule that the others follow gives 0.000977")
 
 
 def test_a_learning_rate_that_explains_little_of_it_is_not_blamed():
@@ -160,7 +160,7 @@ def test_readout_initialised_too_large():
     gain = 30 * 8 / math.sqrt(10)  # beside 1, the median of the others
     assert (
         verdict.sentence
-        == f"its weights began {gain:.0f}x larger than typical: divide them by {gain:.0f}, or begin with 0"
+        == f"its initial weights are {gain:.0f}x larger than typical: divide them by {gain:.0f}, or initialize them to 0"
     )
     assert (verdict.remedy.action, verdict.remedy.value) == ("scale_weights", pytest.approx(1 / gain))
 
@@ -226,7 +226,7 @@ def test_weights_that_grew_large_were_not_initialised_so():
     changed = {"weight_natural": {"b": 150.0}, "weight_fro": {"b": 1200.0}, "drift_ratio": {"b": 40.0}}
     verdict = only_verdict(**changed)
     assert verdict.cause == "exploding"
-    assert "have moved 40 times the size they began with, and stretch by 150" in verdict.sentence
+    assert "have moved by 40 times their initial size and amplify inputs by up to 150" in verdict.sentence
 
 
 def test_weights_that_grow_without_end():

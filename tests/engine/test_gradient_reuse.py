@@ -222,7 +222,7 @@ def test_a_manual_training_step_that_forgets_to_clear_is_warned_of_at_step_2(cle
         warnings.simplefilter("always")
         trainer.fit(Manual(clears), DataLoader(TensorDataset(X, Y), 16))
     said = [str(one.message) for one in told if issubclass(one.category, SpectralConditionWarning)]
-    assert [text for text in said if "step 2: a step used the gradients of the step before again" in text] == (
+    assert [text for text in said if "step 2: a step used the previous step's gradients again" in text] == (
         [] if clears else said
     )
     assert bool(said) != clears

@@ -92,7 +92,7 @@ def test_what_an_unknown_optimizer_moves_is_not_said_to_stand_still():
     assert probe.latest.why("update_norm", "0") == "no optimizer made a step"
     assert probe.latest.value("drift_ratio", "0") > 0
     told = {verdict.sentence for verdict in probe.latest.verdicts if verdict.cause == "nothing_trains"}
-    assert told == {"no update is seen: no optimizer made a step that is known of"}
+    assert told == {"no update is seen: no optimizer made a step that could be seen"}
 
 
 def test_an_optimizer_that_has_no_turn_is_told_from_none():
@@ -225,7 +225,7 @@ def test_that_no_optimizer_steps_is_said_as_such():
             with probe.step():
                 model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-    assert any("no update is seen: no optimizer made a step that is known of" in str(w.message) for w in said)
+    assert any("no update is seen: no optimizer made a step that could be seen" in str(w.message) for w in said)
 
 
 def lines(capsys):

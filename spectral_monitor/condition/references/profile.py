@@ -235,7 +235,8 @@ def save_profile(
     idle = [name for name, layer in layers.items() if not layer["steps"]]
     if idle:
         raise ValueError(
-            f"no update was measured of {joined(idle, MAX_NAMES)}: freeze no layer in a profile, or exclude it"
+            f"no update of {joined(idle, MAX_NAMES)} was measured: a profile may have no frozen layers, so train or "
+            "exclude them"
         )
     text = json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}, indent=1)
     target = Path(path)
