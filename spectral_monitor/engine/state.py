@@ -293,7 +293,7 @@ class EngineState:
             for name, pieces in tensors["start"].items():
                 start.setdefault(name, []).extend(pieces)
         lost = any(tensors["probe"] is not None for tensors in parts)
-        reason = f"it was that of {len(parts)} processes, trained in another way" if lost else ""
+        reason = f"it was saved by {len(parts)} processes that were trained in another way" if lost else ""
         return {"version": VERSION, "start": start, "probe": None, "no_probe": reason}
 
     def revive(self, packed: dict[str, Any]) -> RootCall:

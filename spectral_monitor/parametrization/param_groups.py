@@ -128,7 +128,7 @@ def grouped(
     names = _trained(module)
     for name, parameter in names:
         if is_lazy(parameter):
-            raise ValueError(f"{name!r} is not initialised: run one batch through the model before")
+            raise ValueError(f"{name!r} is not initialized: run one batch through the model first")
         if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in flat:
             raise ValueError(f"{name!r} is spread by FSDP around this module: give FSDP's wrapper instead")
     shapes = {key: extent.shape for key, extent in flat.items()}

@@ -344,7 +344,7 @@ def test_against_the_theory(layer, size, cause):
 def test_the_deviation_that_theory_has():
     verdict = only_verdict(condition={"reference": "theory"}, weight_natural={"c": 0.02}, drift_ratio={"c": 0.1})
     assert (
-        "initialised 50 times too small: use standard deviation 0.031," in verdict.sentence
+        "its initial weights are 50 times too small: use standard deviation 0.031," in verdict.sentence
     )  # 256 -> 64: sqrt(64 / 256) / sqrt(256)
 
 

@@ -85,7 +85,8 @@ def test_under_a_correction_the_rate_that_counts_is_the_corrected_one():
     assert verdict.layer == "b"
     assert verdict.remedy.value == pytest.approx(0.001)  # of a rate of 0.1
     assert (
-        "decay 0.5 of AdamW, at a learning rate that the correction multiplies by 10, has shrunk its weights" in verdict.sentence
+        "decay 0.5 of AdamW, at a learning rate that the correction multiplies by 10, has shrunk its weights"
+        in verdict.sentence
     )
 
 

@@ -49,7 +49,10 @@ def test_divergence_is_said_at_once(change):
 
 @pytest.mark.parametrize(
     ("first", "why"),
-    [(20.0, "because they grow from layer to layer: initialize smaller weights"), (30.0, "normalize inputs, or initialize")],
+    [
+        (20.0, "because they grow from layer to layer: initialize smaller weights"),
+        (30.0, "normalize inputs, or initialize"),
+    ],
 )
 def test_outputs_that_are_huge_before_the_first_step_are_not_laid_to_learning_rates(first, why):
     start = {"feature_rms": {"a": first, "b": 500.0, "head": 2e4}}

@@ -214,7 +214,7 @@ REFUSED = {
     "a number out of range": (2, "data_parallel_rank must be an integer from 0 to 1, got 2"),
     "other weights": (2, r"process 1 holds other weights of up, .* make the probe when the model is wrapped"),
     "other layers": (2, r"differ|\(8, 4\)"),
-    "another state": (2, "the saved state is of other layers"),
+    "another state": (2, "the saved state belongs to other layers"),
 }
 
 

@@ -220,7 +220,7 @@ def test_it_is_said_once_and_when_the_interval_has_become_another_one(clock):
         "step 702: measured steps are now 200 steps apart",
         "step 1502: measured steps are now 25 steps apart",
     ]
-    assert "to take no more than 0.01 of training time: the last one took 0.5 unmeasured steps longer" in loop.news[0]
+    assert "measuring takes at most 1 % of training time: the last one took the time of 0.5 more steps" in loop.news[0]
     assert not Loop(clock, every=100).run(range(1, 2000)).news, "nothing was stretched"
 
 

@@ -118,7 +118,7 @@ def test_two_steps_with_one_gradient_are_told_at_any_schedule():
 def test_the_first_measured_step_alone_does_not_know():
     probe = trained(clear="never", every_n_steps=2, steps=3)
     assert all(map(math.isnan, stale(probe)))
-    assert "two steps in a row" in probe.latest.why("stale_gradient", "summary")
+    assert "two measured steps in a row" in probe.latest.why("stale_gradient", "summary")
     assert stale(trained(every_n_steps=2)) == [0, 0], "but gradients that are gone are gone"
 
 

@@ -124,7 +124,7 @@ def test_a_deep_copy_corrects_every_step_as_the_original_does():
 
 def test_an_optimizer_that_is_given_twice_is_refused():
     model, optimizer = parts()
-    with pytest.raises(ValueError, match="the same Adam is given twice; give each optimizer once"):
+    with pytest.raises(ValueError, match="the same Adam is listed twice; list each optimizer once"):
         SpectralProbe(model, [optimizer, optimizer])
 
 

@@ -288,7 +288,7 @@ def test_from_elsewhere(tmp_path):
         ("torn", r"spectral_monitor_0\.pt cannot be read"),
         ("foreign", r"spectral_monitor_0\.pt is no file of the monitor"),
         ("a place", "is no hexadecimal SHA-256"),
-        ("other layers", "drift is counted from here .the saved state is of other layers"),
+        ("other layers", "drift is counted from here .the saved state belongs to other layers"),
     ],
 )
 def test_a_state_that_does_not_fit_costs_a_warning(tmp_path, spoil, sentence):

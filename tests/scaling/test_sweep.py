@@ -189,7 +189,7 @@ def test_depth():
     for point, value in zip(result.points, last.values, strict=True):
         assert point.measurements[-1].value("weight_natural", f"blocks.{point.key.depth - 1}") == pytest.approx(value)
     middle = of(result, "blocks.* (middle)", "weight_natural")
-    assert middle.fit.reason == "values at 2 sizes only, a slope needs 3"
+    assert middle.fit.reason == "values at only 2 sizes, a slope needs 3"
     assert middle.excluded == ("depth 2: there is no such layer",)
     for point in result.points[1:]:
         found = middle.values[middle.sizes.index(point.key.depth)]

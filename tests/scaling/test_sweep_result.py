@@ -120,7 +120,7 @@ def test_diverged_points_are_left_out():
 def test_never_a_slope_through_two_points():
     failures = {(width, 0): "the loss is inf at step 2" for width in (256, 512)}
     result = found([[power(1)]], failures=failures)
-    assert result.slopes[0].fit.reason == "values at 2 sizes only, a slope needs 3"
+    assert result.slopes[0].fit.reason == "values at only 2 sizes, a slope needs 3"
     assert math.isnan(result.slopes[0].fit.slope)
     assert "0 of 1 flat, 1 without a slope, none off" in result.table()
     assert "no slope: values at 2 sizes only" in result.table()

@@ -31,7 +31,7 @@ from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import call_through, reshard
 from spectral_monitor.state.snapshot import preserved
 
-INLINED = "called inside a function that is compiled, where its features cannot be seen"
+INLINED = "called inside a compiled function, where its features cannot be seen"
 """Why a layer has no features if the call that led to the step cannot be run again eagerly."""
 
 
@@ -173,7 +173,7 @@ class Replays:
     def warn_useless(self, reason: str) -> None:
         """Warn that ``replay_samples`` is of no use, if there is a reason and the user has set it."""
         if reason and not self.subset.automatic:
-            self._warn(f"replay_samples is of no use: {reason}; the whole batch is run again")
+            self._warn(f"replay_samples has no effect: {reason}; the whole batch is run again")
 
     def _draws_same_numbers(self, replayable: Replayable) -> bool:
         """Return whether a forward draws random numbers, but the same ones before the step and after it: it was run
@@ -230,7 +230,7 @@ class Replays:
             consequence = "what needs the features after the step is left out"
             if subset_state == YES:
                 self.subset.give_up()
-                consequence += "; from the next measured step on the whole batch is run again"
+                consequence += "; from the next measured step on, the whole batch is run again"
             self._warn(f"{self._facts.no_replay}; {consequence}", error)
             return ReplayResult()
         if check is not None:
@@ -318,4 +318,4 @@ def _check_part(part: Replayable, replay: Replay, may_draw: bool = False) -> Non
     if part.drew and not may_draw:
         raise RuntimeError(DRAWS)
     if not replay.same_calls():
-        raise RuntimeError("for the first samples alone, layers are called differently")
+        raise RuntimeError("for the first samples alone, other layers are called")
