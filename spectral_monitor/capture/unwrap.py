@@ -76,7 +76,7 @@ def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
     if names and not optimized:
         kind = type(model).__name__
         raise ValueError(
-            (f"the optimizer holds no parameter of the model ({kind}): it was made for another model, or for a copy")
+            f"the optimizer holds no parameter of the model ({kind}): it was made for another model, or for a copy"
         )
     if empty := [names[id(p)] for p in optimized if p.is_meta]:
         listed = joined(empty, 3)

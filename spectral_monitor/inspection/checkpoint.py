@@ -18,7 +18,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _EMBEDDING_NAME = re.compile(r"emb|wte|wpe|token|codebook", re.IGNORECASE)
 _CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-WHAT_TO_GIVE = "give a Lightning checkpoint, a state_dict that torch.save has written, or .safetensors"
+WHAT_TO_GIVE = "give a Lightning checkpoint, a state_dict saved with torch.save, or .safetensors"
 
 
 def weights_in(path: Path) -> dict[str, Tensor]:
@@ -40,8 +40,8 @@ def weights_in(path: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         if "weights_only" in str(error) or "Unsupported" in str(error):
             raise ValueError(
-                f"{str(path)!r} holds more than tensors and plain values, or is no checkpoint: if you trust it, load "
-                "it yourself and call spectral_monitor.inspect(state_dict)"
+                f"{str(path)!r} holds more than tensors and plain values, or is not a checkpoint: if you trust it, "
+                "load it yourself and call spectral_monitor.inspect(state_dict)"
             ) from error
         raise ValueError(f"{str(path)!r} is no checkpoint; {WHAT_TO_GIVE}") from error
     except OSError:
@@ -144,8 +144,8 @@ def _inputs_first(weights: Mapping[str, Tensor]) -> dict[str, str]:
         siblings.setdefault(_parent(owner), set()).add(first)
     of_siblings = [owner for owner in square if siblings.get(_parent(owner)) == {True}]
     return {
-        **{owner: "inputs first, as its bias tells" for owner, first in inputs_first.items() if first},
-        **dict.fromkeys(of_siblings, "inputs first, as biases beside it tell"),
+        **{owner: "inputs first, judging by its bias" for owner, first in inputs_first.items() if first},
+        **dict.fromkeys(of_siblings, "inputs first, judging by neighbouring biases"),
     }
 
 

@@ -158,10 +158,8 @@ def test_readout_initialised_too_large():
     verdict = only_verdict(**heavy(head=30.0), drift_ratio={"head": 0.1})
     assert (verdict.layer, verdict.quantity, verdict.cause) == ("head", "weight_natural", "readout_init")
     gain = 30 * 8 / math.sqrt(10)  # beside 1, the median of the others
-    assert (
-        verdict.sentence
-        == f"its initial weights are {gain:.0f}x larger than typical: divide them by {gain:.0f}, or initialize them to 0"
-    )
+    advice = f"divide them by {gain:.0f}, or initialize them to 0"
+    assert verdict.sentence == f"its initial weights are {gain:.0f}x larger than typical: {advice}"
     assert (verdict.remedy.action, verdict.remedy.value) == ("scale_weights", pytest.approx(1 / gain))
 
 
@@ -343,9 +341,8 @@ def test_against_the_theory(layer, size, cause):
 
 def test_the_deviation_that_theory_has():
     verdict = only_verdict(condition={"reference": "theory"}, weight_natural={"c": 0.02}, drift_ratio={"c": 0.1})
-    assert (
-        "its initial weights are 50 times too small: use standard deviation 0.031," in verdict.sentence
-    )  # 256 -> 64: sqrt(64 / 256) / sqrt(256)
+    # 256 -> 64: sqrt(64 / 256) / sqrt(256)
+    assert "its initial weights are 50 times too small: use standard deviation 0.031," in verdict.sentence
 
 
 def test_against_the_theory_weights_may_have_grown():

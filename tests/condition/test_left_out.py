@@ -250,8 +250,8 @@ def test_what_is_no_matrix_and_no_optimizer_holds(kept, told):
     assert (verdict.layer, verdict.cause, verdict.remedy.action) == ("network", "left_out", "check")
     assert (verdict.value, verdict.band) == (0.0, (0.0, float("inf"))), "they are updated by nothing"
     assert verdict.sentence == (
-        f"gradients arrive at {told}, but no optimizer holds {it} and {it_has} never moved, although others are trained: "
-        f"pass {it} to the optimizer, or freeze {it} with requires_grad_(False)"
+        f"gradients arrive at {told}, but no optimizer holds {it} and {it_has} never moved, although others are "
+        f"trained: pass {it} to the optimizer, or freeze {it} with requires_grad_(False)"
     )
 
 

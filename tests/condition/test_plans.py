@@ -230,7 +230,7 @@ class Spoils(pl.Callback):
 
 
 def test_what_goes_wrong_while_looking_ahead_does_not_stop_training():
-    with pytest.warns(SpectralMonitorWarning, match="schedules were not looked ahead"):
+    with pytest.warns(SpectralMonitorWarning, match="schedules could not be looked ahead"):
         assert said(Module(lambda o: schedules.LambdaLR(o, lambda step: 1.0)), callbacks=[Spoils()]) == []
 
 

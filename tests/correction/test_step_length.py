@@ -514,7 +514,7 @@ def test_lightning_runs_the_training_step_again_without_a_trace(caplog):
     assert module.calls == 40
     assert len(module.logged) == 40
     said = " ".join(caplog.text.split())
-    assert "steps go too far (edge" in said
+    assert "steps are too long (edge" in said
     assert "they are shortened to 0." in said
 
 

@@ -193,7 +193,7 @@ def test_on_another_number_of_processes_the_weights_at_the_start_are_kept(outcom
     for m in [*expected, *found]:
         m["values"].pop("feature_drift")
     assert not differences(expected, found)
-    with pytest.raises(ValueError, match="the states of no process"):
+    with pytest.raises(ValueError, match="an empty list of states"):
         probe.load_state_dict([])
 
 

@@ -149,7 +149,7 @@ def test_a_step_that_is_called_like_an_optimizers_is_told_once():
 @pytest.mark.parametrize("accumulated", [0, -1, 2.5, "a", True])
 def test_a_number_of_micro_batches_is_at_least_one(accumulated):
     probe = SpectralProbe(*parts())
-    with pytest.raises(ValueError, match=f"at least 1, got {accumulated!r}"), probe.step(accumulated=accumulated):
+    with pytest.raises(ValueError, match=f"an integer >= 1, got {accumulated!r}"), probe.step(accumulated=accumulated):
         pass
 
 
@@ -238,9 +238,9 @@ def test_a_correction_says_what_it_decides_and_that_it_sees_no_loss(capsys):
     steps(probe, model, optimizer, 12)
     said = " ".join(" ".join(lines(capsys)).split())
     assert said.startswith("spectral monitor: the constant learning rate (0.01) counts as size")
-    assert said.count("steps that go too far are not noticed: ") == 1
+    assert said.count("steps that are too long cannot be noticed: ") == 1
     assert "probe.report_loss(loss, again=...)" in said
-    assert "; learning rates are corrected all the same" in said
+    assert "; learning rates are corrected nevertheless" in said
 
 
 def test_where_it_sees_the_loss_it_does_not_say_so(capsys):

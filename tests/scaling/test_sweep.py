@@ -449,7 +449,7 @@ def test_a_point_can_be_asked():
     point = quiet(quantities=NATURAL, steps=2).points[0]
     assert isinstance(point, Point)
     assert len(point.losses) == 2
-    assert point.at(2).table().startswith("spectral monitor, step 2: not judged: no judge has seen this measurement")
+    assert point.at(2).table().startswith("spectral monitor, step 2: not judged: this measurement was not judged")
     assert point.at(7) is None
 
 

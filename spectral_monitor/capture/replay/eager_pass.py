@@ -107,7 +107,7 @@ class OutputGradients:
             gradient = guarded.get()
             if gradient is None or x.grad_fn is None:
                 raise ValueError(
-                    ("the gradients of its outputs were overwritten, or its outputs no longer depend on any weight")
+                    "the gradients of its outputs were overwritten, or its outputs no longer depend on any weight"
                 )
             ends.append((x, _part(gradient, x, portion).to(x)))
         _send(ends, arrivals)
