@@ -63,7 +63,7 @@ def test_a_loss_that_comes_back_is_of_steps_that_are_too_large():
     verdict = found[-2]["rates_too_large"]
     assert (verdict.quantity, verdict.value) == ("loss", 1.4)
     assert verdict.band == (0.0, pytest.approx(0.6))
-    assert "the loss is 1.4 at step 17, and it was 0.2 before" in verdict.sentence
+    assert "the loss is 1.4 at step 17, but it was 0.2 before" in verdict.sentence
     assert verdict.remedy.value == pytest.approx(1 / 10), "20 times the root of 0.5, in one digit"
 
 

@@ -52,7 +52,8 @@ def test_other_losses_than_those_over_classes_leave_steps_alone(capsys):
 def test_the_first_step_has_the_part_already(count, part, monkeypatch, capsys):
     found = corrected(count).latest
     said = " ".join(capsys.readouterr().out.split())
-    line = f"{count} matrices follow each other without residual connections or batch norms: steps are multiplied by {part:.2g}"
+    reason = f"{count} matrices follow each other without residual connections or batch norms"
+    line = f"{reason}: steps are multiplied by {part:.2g}"
     assert (line in said) is (part < 1)
     monkeypatch.setattr(wanted, "SHALLOW", 100)
     usual = corrected(count).latest

@@ -88,7 +88,7 @@ def test_offenders_come_first():
         *["grows", "like", "width^1.00"],
     ]
     assert foot.startswith("slope: s in value ~ width^s")
-    assert one.startswith("one seed: intervals are from the residuals")
+    assert one.startswith("one seed: intervals come from the residuals")
 
 
 def test_with_predictions():
@@ -125,7 +125,7 @@ def test_never_a_slope_through_two_points():
     assert "0 of 1 flat, 1 without a slope, none off" in result.table()
     assert "no slope: values at 2 sizes only" in result.table()
     every = found([[power(1)]], failures={(width, 0): "the loss is inf at step 2" for width in WIDTHS})
-    assert every.table().splitlines()[0].endswith("no slope, for all points are left out")
+    assert every.table().splitlines()[0].endswith("no slope, because all points are left out")
     assert not every.slopes
 
 

@@ -71,7 +71,9 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
             ),
         )
     if _gives_zeros(row):
-        return Explanation("dead_input", "its inputs are all zero: the layer before it is dead, or it is given zeros")
+        return Explanation(
+            "dead_input", ("its inputs are all zero: the layer before it is dead, or the data is all zero")
+        )
     chain = takewhile(lambda other: other in without_gradient, network.rows[network.rows.index(row) :])
     blamed = [other for other in chain if not _bias_has_gradient(other, network) and not _gives_zeros(other)]
     if row not in blamed:
