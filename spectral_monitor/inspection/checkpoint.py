@@ -25,7 +25,7 @@ def weights_in(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file by name, without executing code in it.
 
     Raises:
-        ValueError: the file is no checkpoint, or holds more than tensors and plain values.
+        ValueError: the file is not a checkpoint, or holds more than tensors and plain values.
         OSError: the file cannot be read.
         ImportError: safetensors is not installed.
     """
@@ -43,11 +43,11 @@ def weights_in(path: Path) -> dict[str, Tensor]:
                 f"{str(path)!r} holds more than tensors and plain values, or is not a checkpoint: if you trust it, "
                 "load it yourself and call spectral_monitor.inspect(state_dict)"
             ) from error
-        raise ValueError(f"{str(path)!r} is no checkpoint; {WHAT_TO_GIVE}") from error
+        raise ValueError(f"{str(path)!r} is not a checkpoint; {WHAT_TO_GIVE}") from error
     except OSError:
         raise
     except Exception as error:  # bytes that are no pickle make an unpickler raise anything
-        raise ValueError(f"{str(path)!r} is no checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
+        raise ValueError(f"{str(path)!r} is not a checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
     weights = _tensors(checkpoint)
     if not weights:
         raise ValueError(f"no weights in {str(path)!r}; {WHAT_TO_GIVE}")
@@ -63,7 +63,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(path))
     except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is no checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
+        raise ValueError(f"{str(path)!r} is not a checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
 
 
 def _tensors(checkpoint: Any) -> dict[str, Tensor]:

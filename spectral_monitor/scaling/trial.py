@@ -110,8 +110,8 @@ class Trial:
             size = float(F.feature_rms(output))
             if not 0 < size < math.inf:
                 raise ValueError(
-                    f"{layer.info.name!r} puts out features of RMS {size} on batch {self._batch_index}: there is "
-                    "no factor that makes it 1"
+                    f"the outputs of {layer.info.name!r} have RMS {size} on batch {self._batch_index}: no factor makes "
+                    "it 1"
                 )
             weight_sums = sums.setdefault(weight, {})
             weight_sums[self._batch_index, call] = size**2 * output.numel(), output.numel()

@@ -287,7 +287,7 @@ def test_from_elsewhere(tmp_path):
         ),
         ("torn", r"spectral_monitor_0\.pt cannot be read"),
         ("foreign", r"spectral_monitor_0\.pt was not written by the monitor"),
-        ("a place", "is no hexadecimal SHA-256"),
+        ("a place", "is not a hexadecimal SHA-256"),
         ("other layers", "drift is counted from here .the saved state belongs to other layers"),
     ],
 )

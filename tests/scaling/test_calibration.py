@@ -505,7 +505,7 @@ def weight_normed():
         (lambda: nn.Sequential(nn.LayerNorm(8)), "no output layer"),
         (Tied, "'head', shares its weight with 'tok'.*untie"),
         (lambda: nn.Sequential(*zeroed(4), Nothing()), "output layer, '4', is zero and has no gradient: initialize it"),
-        (lambda: zeroed(2), "'2' puts out features of RMS 0.0"),
+        (lambda: zeroed(2), "the outputs of '2' have RMS 0.0"),
         (lambda: frozen(4), "output layer, '4', is frozen"),
         (lambda: frozen(0, 2), "output layer, '4', has inputs that depend on no trained weight"),
         (weight_normed, "'2' cannot be scaled: its weight is computed from others.*ignore"),

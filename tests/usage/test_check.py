@@ -117,7 +117,8 @@ def test_a_lightning_module_needs_nothing_else():
             {"loss": None},
             TypeError,
             "Sequential was called with the parts of the batch as arguments and failed .*positional.*: call "
-            "check\\(model, \\(inputs, targets\\), optimizer, loss\\).*\\(batch,\\) as a single argument and a mapping as keywords",
+            "check\\(model, \\(inputs, targets\\), optimizer, loss\\).*\\(batch,\\) as a single argument "
+            "and a mapping as keywords",
         ),
         ({"batch": iter([])}, TypeError, "pass next\\(iter\\(loader\\)\\)"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, ValueError, "holds no parameter of the model"),

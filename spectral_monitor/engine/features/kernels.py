@@ -222,7 +222,7 @@ class GraphPasses:
         except Exception as error:
             reason = f"the forward could not be run again with a graph ({type(error).__name__}: {error})"
             self._missing(keys, NETWORK, reason)
-            self.warn(f"{reason}; {', '.join(sorted(keys))} is left out", error)
+            self.warn(f"{reason}; not measured: {', '.join(sorted(keys))}", error)
 
 
 def _probes(outputs: Sequence[Tensor]) -> list[list[Tensor]]:
