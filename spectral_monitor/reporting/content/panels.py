@@ -133,9 +133,9 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         questions.PRECISION,
         "underflow_inputs",
-        "You see the share of a tensor's entries that a cast to 8 bits with one scale turns into 0, and how far the "
-        "largest outputs stand out. Below 0.01: hardly anything is lost. Layers with more need a scale for each row or "
-        "block, or 16 bits.",
+        "You see the share of a tensor's entries that a cast to 8 bits with one scale turns into 0. Beside it you see "
+        "how far the largest outputs stand out. Below 0.01: hardly anything is lost. Layers with more need a scale for "
+        "each row or block, or 16 bits.",
         roles=MATRICES | {NODE},
     ),
     Panel(
