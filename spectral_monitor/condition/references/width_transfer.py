@@ -60,8 +60,8 @@ class WidthFinding:
 
     Example:
         >>> print(WidthFinding(5, 8.0, 5.9, 1.0, 8.0, 0.001, "Adam", "adam").sentence)
-        8 times the profile's inputs at the same Adam rate, and updates 5.9 times as large: divide the learning rate \
-by 8 (0.001 -> 0.000125), or use SpectralLRCorrector
+        layers have 8 times the profile's inputs at the same Adam rate, and their updates are 5.9 times as large: \
+divide the learning rate by 8 (0.001 -> 0.000125), or use SpectralLRCorrector
     """
 
     measurements: int  # number of measurements that show it
