@@ -147,7 +147,8 @@ def test_the_sentence_has_the_numbers_of_the_settings():
     )
     assert found([3.0] * 5, SGD, lr=dict.fromkeys(ROLES, 0.5)).sentence == (
         "layers have 8 times the profile's inputs at 0.5 times its SGD rate, and their updates are 3 times as large: "
-        "divide the learning rate by 3 (0.4 -> 0.133), or use SpectralLRCorrector; if the loss falls, you may keep the rate"
+        "divide the learning rate by 3 (0.4 -> 0.133), or use SpectralLRCorrector; if the loss falls, "
+        "you may keep the rate"
     )
     assert "divide the learning rate by 3, or" in found([3.0] * 5, Hyperparameters()).sentence
     assert replace(found([6.1] * 5), width=2.54).sentence.startswith("2.5 times the profile's inputs")
