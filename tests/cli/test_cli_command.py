@@ -360,7 +360,7 @@ def test_sweep_in_parts_to_a_file_with_a_picture(factory, tmp_path, capsys):
             ["FACTORY:make_module", *OPTIONS, "--quantities", "nothing"],
             "unknown quantity 'nothing'. Valid keys:",
         ),
-        (["FACTORY:make_module", *OPTIONS, "--part", "1/2"], "--part needs -o, where"),
+        (["FACTORY:make_module", *OPTIONS, "--part", "1/2"], "--part needs -o, the file"),
         (["FACTORY:make_module", *OPTIONS, "--figure", "nowhere/x.png"], "cannot write 'nowhere/x.png'"),
         (["FACTORY:make_module", *OPTIONS, "--figure", "x.doc"], "give --figure a .png, .pdf or .svg"),
         (["FACTORY:make_module", *OPTIONS, "-o", "."], "is a folder"),
@@ -378,7 +378,7 @@ def test_a_file_without_data(factory, tmp_path, capsys):
 
 def test_nothing_says_how_to_train(factory, capsys):
     assert main(["sweep", f"{factory}:make_module", "--widths", "8,16,32"]) == 2
-    assert "give --parametrization and --lr, or the module a configure_optimizers" in capsys.readouterr().err
+    assert "set --parametrization and --lr, give the module a configure_optimizers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["import nowhere", "open('nowhere')", "int('nowhere')"])

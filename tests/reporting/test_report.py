@@ -144,7 +144,7 @@ def test_a_network_that_diverged_is_the_answer_and_pictures_are_of_the_last_heal
     lost = gpt.measured(roots=[gpt.of_network()], not_judged=dict.fromkeys(gpt.MATRICES, "NaN"))
     page = page_of(gpt.measured(40), replace(lost, values=values))
     assert "Diverged at step 40: the loss is NaN" in page.text
-    assert "What follows is of step 40, the last that could be judged: all 75 layers healthy" in page.text
+    assert "The rest of the page shows step 40, the last that could be judged: all 75 layers healthy" in page.text
     assert "the whole network 20 steps, 2 measurements diverged" in " ".join(page.text.split())
     assert ("class", "off") in page.attributes
 
@@ -160,7 +160,7 @@ def test_where_nothing_could_be_judged_nothing_is_called_inside():
     lost = measured(30, values=values, bands={"update_natural": torch.full((5, 3), math.nan)}, reasons={"*/*": "NaN"})
     page = page_of(*RUN[:1], measured(20, verdict("head")), lost)
     assert "Not judged: NaN" in page.text
-    assert "What follows is of step 20, the last that could be judged" in page.text
+    assert "The rest of the page shows step 20, the last that could be judged" in page.text
     assert "1 of 4 layers off: head; 3 healthy" in page.text
     assert "All layers at step 20" in page.text
     assert "All 4 layers healthy" not in page.text

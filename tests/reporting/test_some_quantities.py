@@ -157,7 +157,7 @@ def test_the_report_answers_by_the_last_step_that_was_judged(run):
     page = report(run)
     assert "1 of 5 layers off: 2; 4 healthy" in page
     assert "All layers at step 24" in page
-    assert "What follows is of step 24, the last that could be judged" in page
+    assert "The rest of the page shows step 24, the last that could be judged" in page
     assert "Not measured:" not in page
     alignment = run[-1].summary["final_layer_alignment"]
     assert math.isfinite(alignment)

@@ -55,7 +55,7 @@ class Table:
         legends = [column.legend for column in shown if column.legend]
         left_out = [column.title for column in self.columns if column not in shown]
         lines = [*legends[:1], *filter(None, ["; ".join(legends[1:])]), *self.foot]
-        lines += [f"columns that do not fit: {', '.join(left_out)}"] if left_out else []
+        lines += [f"no room for: {', '.join(left_out)}"] if left_out else []
         return [part for line in lines for part in folded_line(line, width)]
 
 
