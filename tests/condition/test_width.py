@@ -151,7 +151,7 @@ def test_the_sentence_has_the_numbers_of_the_settings():
         "you may keep the rate"
     )
     assert "divide the learning rate by 3, or" in found([3.0] * 5, Hyperparameters()).sentence
-    assert replace(found([6.1] * 5), width=2.54).sentence.startswith("2.5 times the profile's inputs")
+    assert replace(found([6.1] * 5), width=2.54).sentence.startswith("layers have 2.5 times the profile's inputs")
 
 
 @pytest.mark.parametrize(
