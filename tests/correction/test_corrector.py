@@ -366,7 +366,7 @@ def test_what_differs_is_named_up_to_six_layers():
     corrector = Corrector(LRCorrection("target"), dissect(network).layers, [optimizer])
     state = corrector.state_dict()
     state["units"] = {f"layer {name}": row for name, row in state["units"].items()}
-    with pytest.raises(ValueError, match=r"of other layers: 0, 0.bias, 2, 2.bias, 4, 4.bias$"):
+    with pytest.raises(ValueError, match=r"to other layers: 0, 0.bias, 2, 2.bias, 4, 4.bias$"):
         corrector.load_state_dict(state)
 
 

@@ -204,7 +204,7 @@ IMPOSSIBLE = [
     (CountsApart, r"CountsApart cannot be .*: its step leaves 'seen' at tensor\(1.\), tensor\(2.\), tensor\(2.\)"),
     (TensorOrNumber, r"TensorOrNumber cannot be .*: its step leaves 'seen' at 1.0, tensor\(1.\), tensor\(1.\)"),
     (RemembersItsRate, "RemembersItsRate cannot be .*: its step leaves 'lr_max' at 0.037.*, 0.1, 0.2"),
-    (SetsItsRate, "SetsItsRate cannot be .*: its step leaves 'lr' at 0.01, 0.01, 0.01 which one group cannot hold"),
+    (SetsItsRate, "SetsItsRate cannot be .*: its step leaves 'lr' at 0.01, 0.01, 0.01, which one group cannot hold"),
     (WarmsUp, "WarmsUp cannot be .*: its step leaves 'lr' at 0.025, 0.1, 0.2"),
     (ByPlace, "ByPlace cannot be .*: of 3 groups for a step it read only 1"),
     (FirstGroup, "FirstGroup cannot be .*: of 3 groups for a step it read only 1"),
