@@ -102,7 +102,7 @@ def test_gradients_that_may_be_zero_have_no_upper_bound():
 @pytest.mark.parametrize("samples", [1, 3])
 def test_few_samples_say_nothing(samples):
     m = measured(fresh(), *batch(samples))
-    assert m.why("noise_scale", "body") == m.why("noise_scale", "summary") == "it takes 4 samples in each process"
+    assert m.why("noise_scale", "body") == m.why("noise_scale", "summary") == "needs 4 samples in each process"
     assert math.isnan(m.summary["noise_scale_low"])
 
 

@@ -139,7 +139,7 @@ def test_a_step_that_is_called_like_an_optimizers_is_told_once():
     model, optimizer = parts()
     probe = SpectralProbe(model, optimizer)
     probe.step()
-    with pytest.warns(SpectralMonitorWarning, match="write `with probe.step"):
+    with pytest.warns(SpectralMonitorWarning, match="inside `with probe.step"):
         probe.step()
     probe.step()
     steps(probe, model, optimizer, 2)
