@@ -545,7 +545,7 @@ def test_refused_arguments():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_refused_precision(dtype):
     module, batches = perceptron(3, 32).to(dtype), [tuple(tensor.to(dtype) for tensor in regression(6)[0])]
-    with pytest.raises(ValueError, match=f"'4', is given {dtype}, too coarse.*float32 or float64"):
+    with pytest.raises(ValueError, match=f"'4', are {dtype}, too coarse.*float32 or float64"):
         calibrate(module, batches, loss=squared_error)
 
 

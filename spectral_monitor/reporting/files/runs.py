@@ -73,7 +73,7 @@ def settle(measurements: Iterable[Measurement]) -> tuple[tuple[Measurement, ...]
         >>> [measurement.step for measurement in kept]
         [10, 20, 30, 40]
         >>> print(notes[0].partition(";")[0])
-        2 measurements were taken again, after a resumption or by another run into the same file
+        2 measurements were repeated, after a resumption or by another run into the same file
     """
     kept: list[Measurement] = []
     of_other_layers = repeated = 0
