@@ -306,7 +306,9 @@ class TrimsLater(Net):
         return h[:5] if self.number > 2 else h.relu()
 
 
-@pytest.mark.parametrize(("make", "why"), [(DrawsLater, "draws random numbers"), (TrimsLater, "other layers are called")])
+@pytest.mark.parametrize(
+    ("make", "why"), [(DrawsLater, "draws random numbers"), (TrimsLater, "other layers are called")]
+)
 def test_what_no_longer_holds_costs_one_step(make, why):
     """Nothing of it is measured, and all samples are run from then on."""
     whole, _, _ = trained(make, steps=5)
