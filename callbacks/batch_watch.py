@@ -87,7 +87,7 @@ class BatchWatch:
         """Count gradients from here on as those of the step's backward pass."""
         if not self._engine.armed:
             return
-        with self._harmless("a look at what the loss is given"):
+        with self._harmless("checking the inputs of the loss"):
             self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
             if self._engine.on_loss is not None:
                 self._engine.on_loss(loss)

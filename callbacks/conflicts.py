@@ -30,7 +30,9 @@ def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
         if other._engine is None or monitor._engine is None:
             continue
         if other.correction is not None and monitor.correction is not None:
-            raise ValueError(f"{_called(other)} and {_called(monitor)} would both correct learning rates: only one may")
+            raise ValueError(
+                f"{_called(other)} and {_called(monitor)} would both correct learning rates: remove one of them"
+            )
         theirs = {layer.info.name for layer in other._engine.layers}
         layers = [layer.info.name for layer in monitor._engine.layers if layer.info.name in theirs]
         keys = [key for key in monitor.settings.keys if key in other.settings.keys]
@@ -42,10 +44,12 @@ def check_conflicts(trainer: pl.Trainer, monitor: SpectralMonitor) -> None:
         )
         if correction := other.correction or monitor.correction:
             suggestion = f'SpectralMonitor(mode="correct", correction=LRCorrection("{correction.policy}"))'
-            raise ValueError(f"{conflict}, of which one knows the corrections: use one callback for both, {suggestion}")
+            raise ValueError(
+                f"{conflict}, and only one of them knows the corrections: use one callback for both, {suggestion}"
+            )
         _warn(
             f"{conflict}: use one, with an interval for each tier or quantity (every_n_steps={{'light': 10, "
-            "'standard': 100}), or give each layers of its own"
+            "'standard': 100}), or give each its own layers"
         )
 
 

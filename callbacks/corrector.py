@@ -104,7 +104,7 @@ class SpectralLRCorrector(SpectralMonitor):
         """
         self._write_code()
         if not self._code:
-            raise RuntimeError("no learning rates were found yet: train with this callback first")
+            raise RuntimeError("no learning rates are known yet: train with this callback first")
         return self._code
 
     def _write_code(self) -> None:
@@ -113,6 +113,6 @@ class SpectralLRCorrector(SpectralMonitor):
             self._code = self._supervisor.param_groups_code()
 
     def _stop(self, module: pl.LightningModule) -> None:
-        with self._errors_as_warnings("learning rates were not written down as code"):
+        with self._errors_as_warnings("the learning rates could not be written as code"):
             self._write_code()
         super()._stop(module)

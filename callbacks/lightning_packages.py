@@ -51,7 +51,7 @@ def package_of(trainer: pl.Trainer) -> ModuleType:
     for package in imported():
         if isinstance(trainer, package.Trainer):
             return package
-    raise TypeError(f"{type(trainer).__name__} is no Trainer of {' or '.join(PACKAGES)}")
+    raise TypeError(f"{type(trainer).__name__} is not a Trainer of {' or '.join(PACKAGES)}")
 
 
 def _installed() -> ModuleType:

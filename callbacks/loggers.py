@@ -127,7 +127,7 @@ class SinkManager:
                 sinks.append(self._sink(logger))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                self._warn(f"{type(logger).__name__} will not be given measurements ({reason})", error)
+                self._warn(f"{type(logger).__name__} gets no measurements ({reason})", error)
         self.folder = next(filter(None, map(_folder, trainer.loggers)), None)
         if self.folder is not None:
             sinks.append(JSONLinesSink(self.folder / run_file_name(index), _about(trainer)))

@@ -227,14 +227,17 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         self._batches = BatchWatch(self._engine, due, self._errors_as_warnings)
         self._console.show_roles(self._engine.anatomy)
         if not trainer.loggers:
-            text = "no logger: measurements are kept in monitor.measurements and the last one is printed"
+            text = (
+                "the Trainer has no logger: measurements are kept in monitor.measurements, and the last one is printed "
+                "at the end"
+            )
             self._console.tell(trainer, f"spectral monitor: {text}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Resume from a checkpoint or an earlier fit; else keep the weights that drift is counted from."""
         if self._engine is None or self._supervisor is None:
             return
-        with self._errors_as_warnings("schedules were not looked ahead"):
+        with self._errors_as_warnings("learning-rate schedules could not be looked ahead"):
             for parameters, plan in () if self._schedules is None else self._schedules.plans(trainer, pl_module):
                 self._supervisor.plan(parameters, plan)
         self._schedules = None
@@ -286,7 +289,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         watched = self._engine.armed
         measurement = self._batches.end(trainer, pl_module, outputs)
         if watched:
-            with self._errors_as_warnings("a checkpoint will not hold the probe batch"):
+            with self._errors_as_warnings("checkpoints will not contain the probe batch"):
                 self._continuation.agree(self._engine)
         if measurement is not None:
             self._use(measurement, trainer, self._supervisor)
@@ -342,6 +345,6 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             self._supervisor.disarm()
         if self._engine is not None:
             self._engine.disarm()
-            with self._errors_as_warnings("the end of training was not remembered"):
+            with self._errors_as_warnings("the state at the end of training could not be kept"):
                 self._continuation.end(module, self._engine)
         self._engine = self._supervisor = self._schedules = self._batches = None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 PRECISIONS = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
-STRATEGIES = "ddp in its variants, fsdp, ModelParallelStrategy (FSDP2, tensor parallel, both), or a single device"
+STRATEGIES = "ddp and its variants, fsdp, ModelParallelStrategy (FSDP2, tensor parallel, both), or a single device"
 SUPPORTED = ("strategies.DDPStrategy", "strategies.FSDPStrategy", "strategies.ModelParallelStrategy")
 
 

@@ -44,7 +44,7 @@ class CheckpointHooks(Callback):
         try:
             return self._continuation.state(self._engine)
         except Exception as error:
-            self._warn(f"the checkpoint does not hold the monitor ({type(error).__name__}: {error})", error)
+            self._warn(f"the checkpoint has no state of the monitor ({type(error).__name__}: {error})", error)
             return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class CheckpointHooks(Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Write the file that the state refers to, if it does not exist yet."""
         state = checkpoint.get("callbacks", {}).get(self.state_key, {})
-        with self._errors_as_warnings("resumed from this checkpoint, drift will be counted from there"):
+        with self._errors_as_warnings("a run resumed from this checkpoint counts drift from there"):
             self._continuation.write(state, trainer, pl_module, self._engine)
 
     @contextmanager

@@ -82,12 +82,14 @@ class ResumeState:
             else:
                 engine.start(step)
                 reason = (
-                    "the checkpoint has no state of it" if resumed else "this monitor has seen no step of this model"
+                    "the checkpoint has no state of the monitor"
+                    if resumed
+                    else "this monitor has seen no step of this model"
                 )
                 restarted += [f"drift is counted from here ({reason})"] if step and large else []
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            restarted = [f"everything is counted from here ({reason})"]
+            restarted = [f"all measurements start again here ({reason})"]
             engine.start(step)
         self.measured_before = engine.measured
         self.agree(engine)
@@ -196,7 +198,7 @@ def _find(file: Any, trainer: pl.Trainer, engine: Engine) -> tuple[State | None,
     covers its shards; else the files of all processes are merged.
     """
     if file is None:
-        return None, "the saved state is of a monitor that did not measure it"
+        return None, "the monitor that saved the state did not measure it"
     own_folder = [] if trainer.ckpt_path is None else [Path(str(trainer.ckpt_path)).absolute().parent]
     try:
         fingerprints, original_folder = side_files.checked(file)

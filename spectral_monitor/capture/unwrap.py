@@ -70,13 +70,15 @@ def unwrap_optimizers(optimizer: Any, model: nn.Module) -> list[Optimizer]:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}")
     for i, item in enumerate(optimizers):
         if any(item is other for other in optimizers[:i]):
-            raise ValueError(f"optimizer: the same {type(item).__name__} is given twice; give each optimizer once")
+            raise ValueError(f"optimizer: the same {type(item).__name__} is listed twice; list each optimizer once")
     names = {id(p): name for name, p in model.named_parameters()}
     optimized = [p for item in optimizers for p in parameters_of(item) if id(p) in names]
     if names and not optimized:
         kind = type(model).__name__
-        raise ValueError(f"the optimizer holds no parameter of the model ({kind}): it is another model's, or a copy's")
+        raise ValueError(
+            f"the optimizer holds no parameter of the model ({kind}): it was made for another model, or for a copy"
+        )
     if empty := [names[id(p)] for p in optimized if p.is_meta]:
         listed = joined(empty, 3)
-        raise ValueError(f"{listed}: on the meta device, without values; give them values, then make the optimizer")
+        raise ValueError(f"{listed}: on the meta device, without values; initialize them before you make the optimizer")
     return optimizers

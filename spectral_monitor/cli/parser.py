@@ -11,27 +11,29 @@ from spectral_monitor import __version__
 
 COMMANDS = {
     "show": "print the table of a measurement",
-    "watch": "the same table while training goes on",
-    "list": "one line for each run",
-    "verdicts": "say what is off; the exit status is 1 if anything is",
-    "compare": "say how two runs differ, layer by layer",
+    "watch": "show the table while training goes on",
+    "list": "print one line for each run",
+    "verdicts": "print what is off; the exit status is 1 if anything is",
+    "compare": "compare two runs layer by layer",
     "report": "write a page of pictures and tables",
     "export": "write all numbers as CSV or parquet",
     "inspect": "measure the weights of a checkpoint, without training",
-    "sweep": "train a network at several widths and say what scales with the width",
+    "sweep": "train a network at several widths and print what scales with the width",
     "completion": "print a script that completes commands in a shell",
 }
 """Command -> what it does; each is a module of ``cli.commands`` with a function ``add``."""
 
-RUN_HELP = "the folder a run was logged to, or one above it: of several runs the newest is taken; or the file itself"
+RUN_HELP = "the folder of a logged run, a folder above it (the newest run is taken), or the file itself"
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="spectral-monitor",
-        description="Find the layer that trains too fast, too slowly or not at all, in what SpectralMonitor or a "
-        "JSONLinesSink has logged of a run.",
+        description=(
+            "Find the layer that trains too fast, too slowly or not at all, in a run that SpectralMonitor or a "
+            "JSONLinesSink has logged."
+        ),
         epilog="example: spectral-monitor report lightning_logs/version_0 -o report.html",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -67,4 +69,4 @@ def add_run(parser: argparse.ArgumentParser, name: str = "place", metavar: str =
 
 def add_layer(parser: argparse.ArgumentParser) -> None:
     """Add the option that selects layers."""
-    parser.add_argument("--layer", metavar="PATTERN", help="these layers only, such as 'h.3.*', or part of a name")
+    parser.add_argument("--layer", metavar="PATTERN", help="only these layers, such as 'h.3.*', or part of a name")

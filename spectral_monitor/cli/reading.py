@@ -40,10 +40,10 @@ def find_file(location: Path) -> Path:
     path, others = run_file(location)
     if others:
         count = "is one more file" if others == 1 else f"are {others} more files"
-        say(f"reading {path}, the newest; there {count} of measurements in {location}")
+        say(f"reading {path}, the newest run; there {count} of measurements in {location}")
     size = path.stat().st_size
     if size > LARGE:
-        say(f"{path} has {size / 1e6:.0f} MB, that takes a moment")
+        say(f"reading {path} ({size / 1000000.0:.0f} MB), this takes a moment")
     return path
 
 

@@ -35,8 +35,8 @@ READOUT_FACTOR = 4.0
 ROUNDING = 0.25
 """Updates below this many times the spacing of floating-point numbers near the weights are lost to rounding."""
 NO_STEP = "no optimizer made a step"
-COMPILED_STEP = "the optimizer's step is compiled, where updates cannot be seen"
-DIVIDED = "several optimizers step the parameters it is computed from"
+COMPILED_STEP = "the optimizer's step is compiled, so updates cannot be seen"
+DIVIDED = "several optimizers update the parameters it is computed from"
 """Reasons why no update was measured."""
 AT_ONCE = 1.0 + 1e-9
 """Scale of a finding that is evidence enough as soon as it is outside its band."""

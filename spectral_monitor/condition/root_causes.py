@@ -98,7 +98,7 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
 def _after_the_cause(diverged: Explanation) -> Explanation:
     """Return the explanation of a divergence whose cause is known."""
     symptom = diverged.sentence.partition(":")[0]
-    return Explanation("diverged", f"{symptom}: go back to a checkpoint when its cause is mended", Remedy("check"))
+    return Explanation("diverged", f"{symptom}: fix its cause, then go back to a checkpoint", Remedy("check"))
 
 
 def _order(case: Case) -> tuple[int, float, str]:

@@ -111,7 +111,7 @@ class SpectralCondition:
         if isinstance(self.ignore, str) or (unknown := [name for name in self.ignore if name not in CHECKS]):
             names = self.ignore if isinstance(self.ignore, str) else ", ".join(map(repr, unknown))
             hint = "" if isinstance(self.ignore, str) else did_you_mean(unknown[0], CHECKS)
-            raise ValueError(f"ignore is a list of checks, got {names}{hint}; valid checks: {', '.join(CHECKS)}")
+            raise ValueError(f"ignore must be a list of checks, got {names}{hint}; valid checks: {', '.join(CHECKS)}")
         object.__setattr__(self, "ignore", tuple(self.ignore))  # equal to the same condition with a list
         if self.reference in ("balance", "theory"):
             return

@@ -14,7 +14,7 @@ from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.condition.whole_network import why_still
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
 
-STANDS_OUT = "its size stands out, for none of the known causes"
+STANDS_OUT = "its size stands out, but no known cause explains it"
 """The reason why a layer is neither off nor healthy: most such layers train well."""
 
 
@@ -75,5 +75,5 @@ def _why_not_judged(judged: JudgedMeasurement, row: Row | None) -> str:
     if row.name in judged.unexplained:
         return STANDS_OUT
     if row.settings.sizes_own_steps:
-        return f"{row.settings.optimizer} sizes its steps itself"
+        return f"{row.settings.optimizer} chooses the size of its steps itself"
     return "" if row.name in judged.compared else "no other layer to compare it with"

@@ -263,7 +263,7 @@ def _movement(measurement: Measurement, network: Network) -> Finding | None:
     reasons = {measurement.why(keys[0], row.name) for row in network.rows}
     if reasons <= {COMPILED_STEP, DIVIDED}:
         return None
-    no_step = f"{NO_STEP} that is known of" if reasons == {NO_STEP} else ""
+    no_step = f"{NO_STEP} that could be seen" if reasons == {NO_STEP} else ""
     cannot_move = why_still(network)
     if cannot_move == FROZEN and any(row.settings.elsewhere for row in network.rows):
         return None

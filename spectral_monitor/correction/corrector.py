@@ -46,8 +46,8 @@ that would be to raise the learning rate while there is less to learn.
 DEADBAND = 1.02
 """A multiplier that would change by a smaller factor stays as it is."""
 NO_ASGD = (
-    "the learning rates of ASGD cannot be corrected layer by layer: it takes the learning rate of a step for the next "
-    f"one, so that an update does not show what its rate does; {INSTEAD}"
+    "the learning rates of ASGD cannot be corrected layer by layer: it uses the learning rate of a step in the next "
+    f"one, so an update does not show the effect of its rate; {INSTEAD}"
 )
 
 
@@ -146,8 +146,8 @@ class Corrector:
         corrected = {p for layer in self._layers for p in layer.sources} | self._unmeasured
         left_out = {p for group in groups for p in group["params"]} - corrected
         meaning = self._peaks.meaning(groups, self.wanted.size, self.wanted.sizes)
-        meaning += share_of(groups, self._unmeasured, "are not measured and take the usual rate of the others")
-        return meaning + share_of(groups, left_out, "are left out and keep their learning rates")
+        meaning += share_of(groups, self._unmeasured, "are not measured and get the usual rate of the others")
+        return meaning + share_of(groups, left_out, "are not corrected and keep their learning rates")
 
     @property
     def unreached(self) -> str:
@@ -329,14 +329,16 @@ class Corrector:
         """
         names = [layer.info.name for layer in self._leaders]
         if state["policy"] != self.correction.policy:
-            raise ValueError(f"the saved multipliers are of policy {state['policy']!r}, not {self.correction.policy!r}")
+            raise ValueError(
+                f"the saved multipliers belong to policy {state['policy']!r}, not {self.correction.policy!r}"
+            )
         if "units" not in state:
-            raise ValueError("the saved multipliers are of an earlier version")
+            raise ValueError("the saved multipliers were written by an earlier version")
         if state["size"] != self.correction.size:
-            raise ValueError(f"the saved multipliers are for size {state['size']!r}, not {self.correction.size!r}")
+            raise ValueError(f"the saved multipliers belong to size {state['size']!r}, not {self.correction.size!r}")
         if set(state["units"]) != set(names):
             differing = sorted(set(state["units"]) ^ set(names))
-            raise ValueError(f"the saved multipliers are of other layers: {', '.join(differing[:6])}")
+            raise ValueError(f"the saved multipliers belong to other layers: {', '.join(differing[:6])}")
         self._multipliers = [Multiplier.loaded(state["units"][name], name in state["limited"]) for name in names]
         self._clip.load_state_dict(state.get("clip", {}))
         self.step_length.load_state_dict(state.get("step_length", {}))

@@ -96,7 +96,7 @@ class Peaks:
         peaks = [self.see(group) for group in groups if group["params"]]
         rates = [peak.highest for peak in peaks if peak.highest > 0]
         if not rates:
-            return "every learning rate is 0: nothing is corrected until one is set"
+            return "every learning rate is 0: nothing is corrected until you set one"
         shown = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)}))
         scheduled = any(peak.scheduled for peak in peaks)
         part = 1.0 if scheduled else CONSTANT
@@ -114,8 +114,8 @@ class Peaks:
             return ""
         reached, named = low.reached, low.named
         return (
-            f"a learning rate falls again after {reached:.3g}, but {named:.3g} counts as its peak: steps have at "
-            f"most {reached / named:.2g} of their size; set initial_lr of its group to {reached:.3g}, or call "
+            f"a learning rate reached only {reached:.3g} before it fell, but {named:.3g} counts as its peak, so steps "
+            f"have at most {reached / named:.2g} of their size; set initial_lr of its group to {reached:.3g}, or call "
             "probe.report_schedule(scheduler, steps) in a loop of your own"
         )
 

@@ -71,30 +71,30 @@ class LRCorrection:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             is_correction = isinstance(self.policy, LRCorrection)  # which SpectralMonitor and SpectralProbe take
-            hint = "; give its arguments themselves, as in SpectralLRCorrector(size=1/16)" if is_correction else ""
+            hint = "; pass its arguments directly, as in SpectralLRCorrector(size=1/16)" if is_correction else ""
             raise ValueError(f"unknown policy {self.policy!r}; valid policies: {', '.join(POLICIES)}{hint}")
         if (self.reference is not None) != (self.policy == "reference"):
             raise ValueError(
                 'policy "reference" needs the file of a profile as reference, and no other policy takes one'
             )
         if self.size != "lr" and not (is_number(self.size) and 0 < float(self.size) < math.inf):
-            raise ValueError(f'size is a positive number or "lr", got {self.size!r}')
+            raise ValueError(f'size must be a positive number or "lr", got {self.size!r}')
         if self.polyak is not None and self.policy != "fsc":
-            raise ValueError(f'polyak is for policy "fsc", not {self.policy!r}')
+            raise ValueError(f'polyak needs policy "fsc", got {self.policy!r}')
         if self.polyak is not None and not (is_number(self.polyak) and math.isfinite(self.polyak)):
-            raise ValueError(f"polyak is the loss that can be reached, a number, got {self.polyak!r}")
+            raise ValueError(f"polyak must be a number, the lowest loss that can be reached; got {self.polyak!r}")
         if self.qk_clip is not None and not (is_number(self.qk_clip) and 0 < self.qk_clip < math.inf):
-            raise ValueError(f"qk_clip is a positive number or None, got {self.qk_clip!r}")
+            raise ValueError(f"qk_clip must be a positive number or None, got {self.qk_clip!r}")
         norm: object = self.spectral_init
         if norm != "auto" and not (isinstance(norm, Real) and 0 <= float(norm) < math.inf):
-            raise ValueError(f'spectral_init is True, False, "auto" or a natural norm, got {norm!r}')
+            raise ValueError(f'spectral_init must be True, False, "auto" or a natural norm, got {norm!r}')
         if (
             not isinstance(self.limits, Sequence)
             or len(self.limits) != 2
             or not all(map(is_number, self.limits))
             or not 0 < self.limits[0] <= 1 <= self.limits[1] < math.inf
         ):
-            raise ValueError(f"limits are two positive numbers around 1, got {self.limits!r}")
+            raise ValueError(f"limits must be two positive numbers around 1, got {self.limits!r}")
 
     @property
     def of_peak(self) -> bool:
@@ -122,5 +122,5 @@ def with_loss(
     if correction is None or correction.polyak is None:
         return replay_samples
     if replay_samples not in ("auto", None):
-        raise ValueError(f"polyak needs the loss of the whole batch: replay_samples is None, not {replay_samples!r}")
+        raise ValueError(f"polyak needs the loss of the whole batch: set replay_samples=None, got {replay_samples!r}")
     return None

@@ -213,7 +213,7 @@ class Engine(EngineState):
     def _measure(self, step: int, step_inputs: StepInputs) -> Measurement | None:
         # Exchange the observations of all processes, and settle the facts of the step.
         forward = WatchedForward.empty(len(self.layers))
-        with self._guard("looking at what was seen"):
+        with self._guard("evaluating the observations"):
             self._collect(forward, step_inputs)
         processes = self.processes
         observation = self._observation(forward, step_inputs)
@@ -317,7 +317,7 @@ class Engine(EngineState):
             yield from gather([sampled, self._stage.routine(), self.attention.routine(), features])
 
     def _enter(self, optimizer: Optimizer) -> None:
-        with self._guard("remembering the batch"):
+        with self._guard("keeping the batch"):
             self._before_forward()
 
     def _before(self, optimizer: Optimizer) -> None:
@@ -327,7 +327,7 @@ class Engine(EngineState):
             self.features.before(optimizer)
 
     def _ready(self, optimizer: Optimizer) -> None:
-        with self._guard("looking at the gradients"):
+        with self._guard("reading the gradients"):
             if (reused := self._reuse.stepping(optimizer)) is not None:
                 if self._reported is None:
                     self._reuse.keep(optimizer, reused)

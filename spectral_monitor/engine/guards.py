@@ -24,6 +24,8 @@ MAX_NAMES = 5
 Locations = Mapping[nn.Parameter, set[tuple[str, ...]]]
 """Parameter -> for each of its locations the module, the name in it, and the steps of a parametrization."""
 LESS_MEMORY = " (low_memory=True, quantities='light' and replay_samples=2 each take less memory)"
+NEW_LIST = "A new fit or a new probe measures them"
+"""Advice to list the layers again."""
 
 
 class FailureGuard:
@@ -61,7 +63,7 @@ class FailureGuard:
 
 def check_supported(optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError for an optimizer with which features cannot be measured, naming what can be."""
-    light = f"Choose quantities='light', or a list of: {', '.join(TIERS['light'])}"
+    light = f"Choose quantities='light', or a list of {', '.join(TIERS['light'])}"
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ValueError(f"{type(optimizer).__name__} runs the forward several times in a step. {light}")
@@ -84,11 +86,9 @@ class ParameterTracker:
         moved = {i for i, p in sources if not self._first[p] <= now[p]}
         if moved:
             names = [self._layers[i].info.name for i in sorted(moved)]
-            hint = "Another fit, or another probe, measures it as it is then"
-            warn(f"not measured any more: {joined(names, MAX_NAMES)}; {REPLACED}. {hint}")
+            warn(f"not measured any more: {joined(names, MAX_NAMES)}; {REPLACED}. {NEW_LIST}")
         if self._layers and (new := _added(self._first, now)):
-            hint = "Another fit, or another probe, measures what there is then"
-            warn(f"not measured, because added after the layers were listed: {joined(new, MAX_NAMES)}. {hint}")
+            warn(f"not measured, because added after the layers were listed: {joined(new, MAX_NAMES)}. {NEW_LIST}")
         return moved
 
 

@@ -179,8 +179,9 @@ class Budget:
             cost = self._steps[-1].cost(plain) / plain if plain else 0.0
             self._reported = spacing
             self.news = (
-                f"step {self._step}: measured steps are now {spacing:.0f} steps apart or more, to take no more than "
-                f"{self._share:.3g} of training time: the last one took {cost:.2g} unmeasured steps longer"
+                f"step {self._step}: measured steps are now at least {spacing:.0f} steps apart, so that measuring "
+                f"takes at most {100 * self._share:.3g} % of training time: the last one took the time of {cost:.2g} "
+                "more steps"
             )
 
     def measured(self, step: int, own: float, agreed: float | None = None) -> None:

@@ -82,7 +82,7 @@ class Settings:
                 raise TypeError(f"{name} must be a list of patterns, such as {example}, got {patterns!r}")
         if self.include is not None and not self.include:
             raise ValueError(f"include must name at least one pattern, or be None for all layers; got {self.include!r}")
-        for name, example in (("roles", "{'head': 'readout'}"), ("blocks", "{'*.qkv': 3}"), ("heads", "{'*.attn': 8}")):
+        for name, example in (("roles", "{'head': 'output'}"), ("blocks", "{'*.qkv': 3}"), ("heads", "{'*.attn': 8}")):
             patterns = getattr(self, name)
             if patterns is not None and not (isinstance(patterns, Mapping) and _are_texts(list(patterns))):
                 raise TypeError(f"{name} must map patterns, such as {example}, got {patterns!r}")

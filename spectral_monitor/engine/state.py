@@ -98,10 +98,10 @@ class EngineState:
         """Copy the weights that drift is counted from, after ``step`` steps, to host memory."""
         self.start_step = step
         if self._linearized:
-            with self._guard("remembering the start"):
+            with self._guard("keeping the initial state"):
                 self._parameters = start_parameters(self.model)
         if "W0" in self.settings.needs:
-            with self._guard("remembering the start"), full_precision(), torch.no_grad():
+            with self._guard("keeping the initial state"), full_precision(), torch.no_grad():
                 run(agreed(self._set_start(), self.processes), self.processes)
 
     def _drift_due(self) -> bool:
@@ -225,7 +225,7 @@ class EngineState:
             self.start(step)
         else:
             self.start_step = start_step
-            with self._guard("remembering the start"), full_precision(), torch.no_grad():
+            with self._guard("keeping the initial state"), full_precision(), torch.no_grad():
                 run(self._set_start(start), self.processes)
         if self._linearized and self.probe_taken:
             self._parameters = parameters  # the current ones do not belong to the probe batch
@@ -293,7 +293,7 @@ class EngineState:
             for name, pieces in tensors["start"].items():
                 start.setdefault(name, []).extend(pieces)
         lost = any(tensors["probe"] is not None for tensors in parts)
-        reason = f"it was that of {len(parts)} processes, trained in another way" if lost else ""
+        reason = f"it was saved by {len(parts)} processes that were trained in another way" if lost else ""
         return {"version": VERSION, "start": start, "probe": None, "no_probe": reason}
 
     def revive(self, packed: dict[str, Any]) -> RootCall:

@@ -52,7 +52,7 @@ def refusal(state: dict[str, Any], layers: Sequence[Layer]) -> str:
     if not differing:
         return ""
     rest = [f"and {len(differing) - MAX_NAMES} more"] if len(differing) > MAX_NAMES else []
-    return f"the saved state is of other layers: {', '.join(differing[:MAX_NAMES] + rest)}"
+    return f"the saved state belongs to other layers: {', '.join(differing[:MAX_NAMES] + rest)}"
 
 
 Packed = list[Any]
@@ -147,7 +147,7 @@ def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive
     """
     device = _device(layers)
     if packed["device"] != device.type:
-        raise ValueError(f"it was taken on {packed['device']}, the model is on {device.type}")
+        raise ValueError(f"it was saved on {packed['device']}, but the model is on {device.type}")
     indices = {layer.info.name: i for i, layer in enumerate(layers)}
     outputs: Outputs = {
         indices[name]: [

@@ -69,9 +69,9 @@ def extrapolate(widths: Sequence[int], values: Sequence[Sequence[float]]) -> Ext
     rows = [[row[i] for i in order] for row in values]
     q = torch.tensor([row for row in rows if all(map(math.isfinite, row))], dtype=torch.float64)
     if len(set(widths)) < FEWEST:
-        return Extrapolation(reason=f"{len(set(widths))} widths, it takes {FEWEST}")
+        return Extrapolation(reason=f"{len(set(widths))} widths, at least {FEWEST} are needed")
     if len(q) < 2:
-        return Extrapolation(reason=f"{len(q)} seeds with values at all widths, it takes 2")
+        return Extrapolation(reason=f"{len(q)} seeds with values at all widths, at least 2 are needed")
     while len(n) > FEWEST:
         _, low, high = _interval(_coefficients(n, q, degree=2)[:, 2])
         if low <= 0 <= high:

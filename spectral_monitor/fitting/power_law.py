@@ -51,7 +51,7 @@ def fit_slope(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:
         >>> fit.slope, fit.seeds, fit.how
         (1.0, (0,), 'residuals')
         >>> fit_slope([64, 128], [[8.0, 16.0]]).reason
-        'values at 2 sizes only, a slope needs 3'
+        'values at only 2 sizes, a slope needs 3'
     """
     slopes, errors, most_sizes = {}, {}, 0
     for seed, row in enumerate(values):
@@ -61,7 +61,7 @@ def fit_slope(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:
         if distinct >= FEWEST:
             slopes[seed], errors[seed] = _line(pairs)
     if not slopes:
-        return Fit(reason=f"values at {most_sizes} sizes only, a slope needs {FEWEST}" if most_sizes else "no values")
+        return Fit(reason=f"values at only {most_sizes} sizes, a slope needs {FEWEST}" if most_sizes else "no values")
     mean = statistics.fmean(slopes.values())
     if len(slopes) == 1:
         (seed,) = slopes

@@ -18,14 +18,14 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _EMBEDDING_NAME = re.compile(r"emb|wte|wpe|token|codebook", re.IGNORECASE)
 _CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-WHAT_TO_GIVE = "give a Lightning checkpoint, a state_dict that torch.save has written, or .safetensors"
+WHAT_TO_GIVE = "give a Lightning checkpoint, a state_dict saved with torch.save, or .safetensors"
 
 
 def weights_in(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file by name, without executing code in it.
 
     Raises:
-        ValueError: the file is no checkpoint, or holds more than tensors and plain values.
+        ValueError: the file is not a checkpoint, or holds more than tensors and plain values.
         OSError: the file cannot be read.
         ImportError: safetensors is not installed.
     """
@@ -40,14 +40,14 @@ def weights_in(path: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         if "weights_only" in str(error) or "Unsupported" in str(error):
             raise ValueError(
-                f"{str(path)!r} holds more than tensors and plain values, or is no checkpoint: if you trust it, load "
-                "it yourself and call spectral_monitor.inspect(state_dict)"
+                f"{str(path)!r} holds more than tensors and plain values, or is not a checkpoint: if you trust it, "
+                "load it yourself and call spectral_monitor.inspect(state_dict)"
             ) from error
-        raise ValueError(f"{str(path)!r} is no checkpoint; {WHAT_TO_GIVE}") from error
+        raise ValueError(f"{str(path)!r} is not a checkpoint; {WHAT_TO_GIVE}") from error
     except OSError:
         raise
     except Exception as error:  # bytes that are no pickle make an unpickler raise anything
-        raise ValueError(f"{str(path)!r} is no checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
+        raise ValueError(f"{str(path)!r} is not a checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
     weights = _tensors(checkpoint)
     if not weights:
         raise ValueError(f"no weights in {str(path)!r}; {WHAT_TO_GIVE}")
@@ -63,7 +63,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(path))
     except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is no checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
+        raise ValueError(f"{str(path)!r} is not a checkpoint, or was cut short; {WHAT_TO_GIVE}") from error
 
 
 def _tensors(checkpoint: Any) -> dict[str, Tensor]:
@@ -144,8 +144,8 @@ def _inputs_first(weights: Mapping[str, Tensor]) -> dict[str, str]:
         siblings.setdefault(_parent(owner), set()).add(first)
     of_siblings = [owner for owner in square if siblings.get(_parent(owner)) == {True}]
     return {
-        **{owner: "inputs first, as its bias tells" for owner, first in inputs_first.items() if first},
-        **dict.fromkeys(of_siblings, "inputs first, as biases beside it tell"),
+        **{owner: "inputs first, judging by its bias" for owner, first in inputs_first.items() if first},
+        **dict.fromkeys(of_siblings, "inputs first, judging by neighbouring biases"),
     }
 
 

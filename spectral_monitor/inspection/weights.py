@@ -75,7 +75,7 @@ class Inspection:
         columns = [replace(column, cells=tuple(column.cells[k] for k in rows)) for column in columns]
         foot = (
             "largest sv: largest singular value; |W|: largest RMS out for RMS 1 in, of order 1 at any width",
-            "srank W: directions that the weight stretches alike, of so many",
+            "srank W: number of directions that the weight stretches by similar amounts, of all",
             *role_table.foot,
         )
         return replace(role_table, columns=tuple(columns) if matrices else (), foot=foot)

@@ -210,7 +210,7 @@ def _refuse(args: TrainingArguments) -> None:
     if mode is ParallelMode.NOT_DISTRIBUTED:
         raise ValueError(
             f"SpectralCallback does not measure nn.DataParallel on {args.n_gpu} devices: start the script with "
-            f"torchrun, or show it one device; supported: {SUPPORTED}"
+            f"torchrun, or make only one device visible; supported: {SUPPORTED}"
         )
     if mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.DISTRIBUTED):
         raise ValueError(f"SpectralCallback does not measure {mode.value}; supported: {SUPPORTED}")

@@ -49,7 +49,7 @@ class ResumeFiles:
             state |= {"fingerprint": self._written[1], "processes": self._probe.processes}
             side_files.write(state, self._folder / checkpoint / STATE_FILE.format(self._probe.rank))
         except Exception as error:
-            self._warn(f"the checkpoint does not hold the monitor ({type(error).__name__}: {error})", error)
+            self._warn(f"the checkpoint has no state of the monitor ({type(error).__name__}: {error})", error)
 
     def load(self, checkpoint: Path, step: int) -> None:
         """Resume the probe from a checkpoint, or at its step if that has no state. All processes must call this.
@@ -90,7 +90,7 @@ class ResumeFiles:
         except Exception as error:
             raise ValueError(f"{file} cannot be read ({type(error).__name__})") from error
         if not isinstance(state, dict) or not isinstance(state.get("processes"), int) or not state.keys() >= STATE_KEYS:
-            raise ValueError(f"{file} is no file of the monitor")
+            raise ValueError(f"{file} was not written by the monitor")
         return state
 
     def _with_tensors(self, state: Mapping[str, Any], checkpoint: Path) -> State:

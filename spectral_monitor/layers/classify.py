@@ -80,7 +80,7 @@ def classify(module: nn.Module, key: str, weight: Tensor, slot: ModuleSlot | Non
         note = f"{shape[0]} matrices, {_multiplied(use)}"
         return Guess(key, "operator", Layout(kind, shape, shape[0], shape[0]), note=note)
     owner = type(module).__name__
-    return Guess(key, reason=f"{len(shape)}-D parameter of {owner}: which axes are inputs and outputs is not known")
+    return Guess(key, reason=f"{len(shape)}-D parameter of {owner}: it is not known which axes are inputs and outputs")
 
 
 def _is_bias_of_stack(module: nn.Module, key: str, shape: tuple[int, ...], slot: ModuleSlot | None) -> bool:
@@ -110,13 +110,13 @@ def _used(module: nn.Module, key: str, shape: tuple[int, ...], use: Use) -> Gues
 def _unfit(weight: Tensor) -> str:
     """Return the reason why a weight cannot be measured in any role; empty if it can."""
     if isinstance(weight, UninitializedParameter):
-        return "not initialised: run one batch through the model before"
+        return "not initialized: run one batch through the model first"
     if not weight.is_floating_point():
         return f"dtype {weight.dtype} is not real floating point"
     if weight.element_size() < 2:
-        return f"dtype {weight.dtype} says nothing without its scales, which are elsewhere"
+        return f"dtype {weight.dtype} has no meaning without its scales, which are stored elsewhere"
     if weight.layout != torch.strided:
-        return f"its layout is {weight.layout}, of which no norms are taken"
+        return f"norms of layout {weight.layout} are not supported"
     if weight.numel() == 0:
         return "empty"
     return ""
@@ -138,7 +138,7 @@ def _split(guess: Guess, slot: ModuleSlot | None) -> Guess:
     if split is None:
         return guess
     if not split.fits(outputs):
-        unknown = f"how its {outputs} outputs are shared out is not known"
+        unknown = f"the blocks of its {outputs} outputs are not known"
         note = f"its name says {split.block_names}, but {unknown}: one block"
         return replace(guess, note="; ".join(filter(None, (note, guess.note))))
     sizes = split.sizes if len(set(split.sizes)) > 1 else ()

@@ -218,7 +218,7 @@ def _candidates(root: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> list[
         for key, computed in computed_weights(module).items():
             try:
                 if any(is_distributed(source) or id(source) in shapes for source in computed.sources):
-                    raise ValueError("its parts are spread over processes")
+                    raise ValueError("its parts are sharded over processes")
                 weight = _weight(owner, module, key, computed.sources, slots, computed.weight)
             except Exception as error:
                 reason = f"the weight computed from it is not known ({type(error).__name__}: {error})"

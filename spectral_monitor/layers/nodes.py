@@ -11,7 +11,7 @@ from spectral_monitor.layers.layout import Layout
 from spectral_monitor.layers.naming import check_patterns, matches, named_modules
 from spectral_monitor.measurement import NODE, LayerInfo
 
-SHARED_BATCH = "several processes share a batch, and which rows of a module's output each has is not known"
+SHARED_BATCH = "several processes share a batch, and it is not known which rows of a module's output each has"
 
 
 def node_layers(

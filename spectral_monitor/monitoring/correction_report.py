@@ -17,11 +17,14 @@ NOTABLE = 1.5
 """Smallest factor on a matrix's learning rate, up or down, that is worth a line."""
 MAX_UNKNOWN_LOSSES = 3
 """Number of times that the loss after a step may be unknown before a line says so."""
-TOO_SMALL = "see whether gradients reach all entries of these weights, and are larger than the optimizer's eps"
-TOO_LARGE = "see what makes the gradients of these layers so large, and clip them"
+TOO_SMALL = "check that gradients reach all entries of these weights and are larger than the optimizer's eps"
+TOO_LARGE = "find out why the gradients of these layers are so large, or clip them"
 FURTHER = "wider limits=(low, high) let the correction go further"
 """Advice for learning rates that are held at the limit of a correction."""
-GIVEN_UP = "the loss does not follow its gradients, however short steps are (a straight-through estimator, say)"
+GIVEN_UP = (
+    "the loss does not follow its gradients, however short the steps are (for example with a straight-through "
+    "estimator)"
+)
 
 
 class CorrectionReport:
@@ -59,8 +62,8 @@ class CorrectionReport:
             return ""
         self._reported_trained = True
         return (
-            f"weights of {len(trained)} of {len(matrices)} matrices look trained: they take {TRAINED_SHARE:.2g} of the "
-            "steps; after a long training take a smaller size"
+            f"weights of {len(trained)} of {len(matrices)} matrices look pretrained: their steps are multiplied by "
+            f"{TRAINED_SHARE:.2g}; if they were trained for long, set a smaller size"
         )
 
     def _depth(self) -> str:
@@ -69,10 +72,10 @@ class CorrectionReport:
         if self._reported_depth or wanted.depth_factor == 1:
             return ""
         self._reported_depth = True
-        reason = f"{wanted.depth.matrices} matrices stand in a row, without residual connections or batch norms"
+        reason = f"{wanted.depth.matrices} matrices follow each other without residual connections or batch norms"
         if wanted.depth.branches > BRANCHES:
-            reason = f"what {wanted.depth.branches} residual branches change adds up"
-        return f"{reason}: steps have {wanted.depth_factor:.2g} of their size"
+            reason = f"the changes of {wanted.depth.branches} residual branches add up"
+        return f"{reason}: steps are multiplied by {wanted.depth_factor:.2g}"
 
     def _unknown(self, measurement: Measurement) -> str:
         """Return a line, once, if the loss after a step is never known; else nothing."""
@@ -83,7 +86,7 @@ class CorrectionReport:
             return ""
         self._unknown_losses = -1
         reason = measurement.why("edge", SUMMARY)
-        return f"steps that go too far are not noticed: {reason}; learning rates are corrected all the same"
+        return f"steps that are too long cannot be noticed: {reason}; learning rates are corrected nevertheless"
 
     def _length(self, measurement: Measurement) -> str:
         """Return a line on a notable change of the length of steps since the last one; else nothing."""
@@ -102,11 +105,11 @@ class CorrectionReport:
         if length.factor == 1:
             return "steps have their full size again"
         if length.factor > before:
-            return f"steps are made longer again: {length.factor:.2g} of their size"
-        reason = f"edge {length.edge:.2g}: shorter ones would have lowered the loss further"
+            return f"steps are lengthened again, to {length.factor:.2g} of their full size"
+        reason = f"edge {length.edge:.2g}: shorter steps would have lowered the loss more"
         if not math.isfinite(measurement.summary["edge"]):
-            reason = "this one goes uphill on its own batch: those before went past the lowest point"
-        return f"steps go too far ({reason}); they are shortened to {length.factor:.2g} of their size"
+            reason = "this step goes uphill on its own batch, because earlier steps went past the lowest point"
+        return f"steps are too long ({reason}); they are shortened to {length.factor:.2g} of their full size"
 
 
 def _largest(changes: Sequence[Change], measurement: Measurement) -> str:
@@ -126,6 +129,6 @@ def limits_reached(changes: Sequence[Change], measurement: Measurement) -> str:
     change = changes[0]
     names = names_in(measurement, [each.layer for each in changes])
     return (
-        f"{names}: learning rates are held at the limit of the correction (x {change.after:.3g}), though "
-        f"{_sizes(change)}: {TOO_SMALL if change.observed < change.wanted else TOO_LARGE}; {FURTHER}"
+        f"{names}: learning rates are held at the limit of the correction (x {change.after:.3g}), although "
+        f"{_sizes(change)}: {(TOO_SMALL if change.observed < change.wanted else TOO_LARGE)}; {FURTHER}"
     )

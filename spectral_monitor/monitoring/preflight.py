@@ -119,7 +119,7 @@ class Check:
             Column(f"every {EVERY}th step", tuple(f"{100 * cost.share:.2g} %" for cost in self.costs)),
             Column("1 % is every", tuple(f"{cost.interval} steps" for cost in self.costs)),
         )
-        title = f"a plain step takes {1e3 * self.step_seconds:.3g} ms here, measuring a step adds:"
+        title = f"a plain step takes {1000.0 * self.step_seconds:.3g} ms here; measuring a step adds:"
         yield Table(title, columns, self.notes)
 
     def __repr__(self) -> str:
@@ -210,9 +210,9 @@ def _refuse(model: Any, batch: Any, loss: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if getattr(model, "automatic_optimization", True) is False and loss is None:
-        raise ValueError("check cannot run a training step with manual optimization: give it an optimizer and a loss")
+        raise ValueError("check cannot run a training step with manual optimization: pass it an optimizer and a loss")
     if isinstance(batch, Iterator | DataLoader):
-        raise TypeError(f"batch must be one batch, got {type(batch).__name__}: give next(iter(loader))")
+        raise TypeError(f"batch must be one batch, got {type(batch).__name__}: pass next(iter(loader))")
     if loss is None:
         return
     if not callable(loss):
@@ -239,7 +239,7 @@ def _missing(measurement: Measurement) -> dict[str, str]:
     """Return quantity -> why no matrix has a number of it."""
     matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
     return {
-        key: measurement.why(key, measurement.layers[matrices[0]].name) or "not known why"
+        key: measurement.why(key, measurement.layers[matrices[0]].name) or "the reason is not known"
         for key, column in measurement.values.items()
         if matrices and not bool((~column[matrices].isnan()).any())
     }

@@ -226,9 +226,12 @@ class SpectralProbe(ResumableRun):
             RuntimeError: another correction already works on the optimizer.
         """
         if isinstance(accumulated, bool) or not isinstance(accumulated, int) or accumulated < 1:
-            raise ValueError(f"accumulated is a number of micro-batches, an integer of at least 1, got {accumulated!r}")
+            raise ValueError(f"accumulated must be a number of micro-batches, an integer >= 1, got {accumulated!r}")
         if self._unentered:
-            self._warn("probe.step() measures its block: write `with probe.step():` around forward, backward and step")
+            self._warn(
+                "probe.step() measures its block: put forward, backward and optimizer.step() inside `with "
+                "probe.step():`"
+            )
         self._unentered = True
         return self._block(accumulated)
 
@@ -275,7 +278,7 @@ class SpectralProbe(ResumableRun):
             ValueError: the loss is not a scalar.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"report_loss needs the scalar tensor that backward is called on, got {loss!r}")
+            raise ValueError(f"report_loss needs the scalar tensor on which backward is called, got {loss!r}")
         self._watch.report_loss(loss, again)
 
     def report_schedule(self, scheduler: LRScheduler, steps: int) -> None:

@@ -54,7 +54,7 @@ class ResumableRun(LiveRun):
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         if not states:
-            raise ValueError("load_state_dict was given the states of no process")
+            raise ValueError("load_state_dict got an empty list of states")
         for item in states:
             if not isinstance(item, Mapping) or not {"steps", "state", "tensors"} <= item.keys():
                 raise ValueError("load_state_dict needs what state_dict() returned, with steps, state and tensors")

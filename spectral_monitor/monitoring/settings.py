@@ -29,7 +29,7 @@ def checked(mode: str, condition: SpectralCondition, correction: LRCorrection | 
     if correction is not None and not isinstance(correction, LRCorrection):
         raise TypeError(f"correction must be an LRCorrection, got {correction!r}")
     if correction is not None and mode != "correct":
-        raise ValueError(f'correction is for mode="correct", not mode={mode!r}')
+        raise ValueError(f'correction needs mode="correct", got mode={mode!r}')
     return LRCorrection() if mode == "correct" and correction is None else correction
 
 

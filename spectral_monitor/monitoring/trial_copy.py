@@ -20,7 +20,7 @@ from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizers
 from spectral_monitor.condition.optimizers.hyperparameters import learning_rate
 from spectral_monitor.condition.optimizers.plans import highest_rate
 
-HOW = "give check(model, (inputs, targets), optimizer, loss), or a model that returns its loss"
+HOW = "call check(model, (inputs, targets), optimizer, loss), or use a model that returns its loss"
 
 
 class TrialCopy:
@@ -62,10 +62,10 @@ class TrialCopy:
         if optimizer is None:
             self.optimizers = _configured(self.model)
         if any(isinstance(item, torch.optim.LBFGS) for item in self.optimizers):
-            raise ValueError("check cannot step LBFGS, which runs the model as often as it likes")
+            raise ValueError("check cannot step LBFGS, which runs the model several times in a step")
         if not self.model.training:
             self.model.train()
-            self.notes.append("the model is in evaluation mode; the copy was trained in training mode")
+            self.notes.append("the model is in evaluation mode; its copy was trained in training mode")
         self._raise_rates()
         self._steps_itself = loss is None and hasattr(self.model, "training_step")
         self.root = (
@@ -124,8 +124,9 @@ class TrialCopy:
             return self.root(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"{type(self.model).__name__} was called with the batch's parts as arguments and failed ({error}): "
-                f"{HOW}. Without a loss a tuple is arguments, (batch,) a single one, and a mapping keywords"
+                f"{type(self.model).__name__} was called with the parts of the batch as arguments and failed "
+                f"({error}): {HOW}. Without a loss, a tuple is passed as arguments, (batch,) as a single argument and "
+                "a mapping as keywords"
             ) from error
 
     def _raise_rates(self) -> None:
@@ -133,7 +134,7 @@ class TrialCopy:
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             peak = highest_rate(group)
             if peak > learning_rate(group):
-                self.notes.append("learning rates that a schedule has lowered were taken at their peak")
+                self.notes.append("learning rates that a schedule has lowered were used at their peak")
                 group["lr"] = peak
 
 

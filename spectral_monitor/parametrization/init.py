@@ -160,7 +160,7 @@ def refuse_spread(layers: Iterable[Layer], advice: str) -> None:
     """Raise a ValueError that names the first layer which is sharded over processes, if there is one."""
     for layer in layers:
         if _is_spread(layer):
-            raise ValueError(f"{layer.info.name!r} is spread over processes{advice}")
+            raise ValueError(f"{layer.info.name!r} is sharded over processes{advice}")
 
 
 def _is_spread(layer: Layer) -> bool:

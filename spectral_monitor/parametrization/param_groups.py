@@ -128,9 +128,9 @@ def grouped(
     names = _trained(module)
     for name, parameter in names:
         if is_lazy(parameter):
-            raise ValueError(f"{name!r} is not initialised: run one batch through the model before")
+            raise ValueError(f"{name!r} is not initialized: run one batch through the model first")
         if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in flat:
-            raise ValueError(f"{name!r} is spread by FSDP around this module: give FSDP's wrapper instead")
+            raise ValueError(f"{name!r} is sharded by FSDP around this module: pass the FSDP wrapper instead")
     shapes = {key: extent.shape for key, extent in flat.items()}
     positions = by_parameter(module, dissect(module, roles=roles, blocks=blocks, shapes=shapes).layers, depth)
     groups: dict[tuple[Fraction | float, float | None], dict[str, Any]] = {}

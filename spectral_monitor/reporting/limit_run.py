@@ -46,7 +46,7 @@ def write_limit(
         raise ValueError("there is no limit to write: no measurements")
     target = Path(folder) / FOLDER
     if (target / FILE).exists():
-        raise FileExistsError(f"there is a limit in {str(target)!r} already")
+        raise FileExistsError(f"{str(target)!r} already has a limit")
     writer: Any = SummaryWriter(str(target))
     all_sinks: list[Sink] = [JSONLinesSink(target / FILE), TensorBoardSink(writer, heatmap_every=0), *sinks]
     for sink in all_sinks:

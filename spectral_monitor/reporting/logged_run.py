@@ -53,8 +53,8 @@ def load(run: str | os.PathLike[str]) -> Run:
         >>> load("lightning_logs/version_9999")
         Traceback (most recent call last):
         ...
-        FileNotFoundError: there is no file or folder 'lightning_logs/version_9999'; give the folder of a run that \
-SpectralMonitor has logged, or a file that a JSONLinesSink wrote
+        FileNotFoundError: there is no file or folder 'lightning_logs/version_9999'; give the folder of a run logged \
+by SpectralMonitor, or a file written by a JSONLinesSink
     """
     return read_run(run_file(run)[0])
 

@@ -68,7 +68,7 @@ def check_data(data: Any) -> None:
         raise SweepError(f"data is of type {type(data).__name__}: {choices}")
     if isinstance(data, Iterator):
         raise SweepError(
-            f"data is a {type(data).__name__}, which can be read only once, and every network needs it: {choices}"
+            f"data is a {type(data).__name__}, which can be read only once, but every network needs it: {choices}"
         )
 
 
@@ -108,9 +108,9 @@ def batches(data: Any, seed: int) -> Iterator[Any]:
                 count += 1
                 yield batch
             if count == count_before:
-                end = f"came to its end after {count} batches, and can be read only once" if count else "has no batch"
+                end = f"ended after {count} batches, and can be read only once" if count else "has no batch"
                 raise SweepError(
-                    f"data {end}: give data of enough batches, or a list or DataLoader to start again from"
+                    f"data {end}: give data with enough batches, or a list or DataLoader that can be read again"
                 )
 
 

@@ -61,7 +61,9 @@ class Calibration:
         modules = dict(named_modules(module))
         missing = [name for name in self.factors if name not in modules]
         if missing:
-            raise ValueError(f"the module has no layer {missing[0]!r}: it is not of the kind that was calibrated")
+            raise ValueError(
+                f"the module has no layer {missing[0]!r}: it is not the kind of module that was calibrated"
+            )
         _multiply([(modules[name], factor) for name, factor in self.factors.items()], modules[self.readout])
 
     def param_groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
@@ -199,16 +201,14 @@ def _readout(anatomy: Anatomy) -> Layer:
         _require_trained(last[0])
     if len(readouts) != 1:
         names = ", ".join(repr(layer.info.name) for layer in readouts)
-        count = f"several readouts ({names})" if readouts else "no readout"
-        raise ValueError(
-            f"{count}: name one with roles={{'its name': 'readout'}}; see spectral_monitor.inspect(module)"
-        )
+        count = f"several output layers ({names})" if readouts else "no output layer"
+        raise ValueError(f"{count}: name one with roles={{'its name': 'output'}}; see spectral_monitor.inspect(module)")
     readout = readouts[0]
     name, weight = readout.info.name, readout.sources[0]
     others = [layer.info.name for layer in anatomy.layers if layer is not readout and layer.sources[0] is weight]
     if others:
         raise ValueError(
-            f"the readout, {name!r}, shares its weight with {others[0]!r}, so that it has no scale of its own: untie "
+            f"the output layer, {name!r}, shares its weight with {others[0]!r}, so it has no scale of its own: untie "
             "them, or put a factor of your own between features and outputs"
         )
     _require_trained(readout)
@@ -218,7 +218,7 @@ def _readout(anatomy: Anatomy) -> Layer:
 
 def _require_trained(readout: Layer) -> None:
     if not readout.sources[0].requires_grad:
-        raise ValueError(f"the readout, {readout.info.name!r}, is frozen: its scale is what Eq. 7 sets")
+        raise ValueError(f"the output layer, {readout.info.name!r}, is frozen, but Eq. 7 sets its scale")
 
 
 def _scalable(anatomy: Anatomy, readout: Layer) -> tuple[list[Layer], dict[str, str]]:
@@ -242,7 +242,7 @@ def _require_scale(layer: Layer) -> None:
     if layer.compute is not None:
         reason = "its weight is computed from others"
     if any(map(is_distributed, layer.sources)):
-        reason = "its weight is spread over processes: calibrate before the module is sharded"
+        reason = "its weight is sharded over processes: calibrate before the module is sharded"
     if reason:
         name = layer.info.name
         raise ValueError(f"{name!r} cannot be scaled: {reason}. roles={{{name!r}: 'ignore'}} leaves it as it is")
@@ -280,6 +280,6 @@ def _check_sizes(trial: Trial, layers: Sequence[Layer]) -> None:
         if abs(factor - 1) > 0.01:
             name, size = layer.info.name, 1 / factor
             raise ValueError(
-                f"{name!r} cannot be scaled: with a factor on its weight that should give its outputs RMS 1 they have "
-                f"{size:.3g}. roles={{{name!r}: 'ignore'}} leaves it as it is"
+                f"{name!r} cannot be scaled: its outputs should have RMS 1 after scaling, but have {size:.3g}. "
+                f"roles={{{name!r}: 'ignore'}} leaves it as it is"
             )

@@ -68,7 +68,7 @@ def normalize_backward(
             log_factor = (above[0] * below[1] - below[0] * above[1]) / (below[1] - above[1])
         turn += 1
     raise ValueError(
-        f"no scale of the readout, {readout.info.name!r}, gives Eq. 7: what it is given changes by "
+        f"no scale of the output layer, {readout.info.name!r}, satisfies Eq. 7: its inputs change by "
         f"{step.sensitivity:.3g} per unit of loss at a factor of {math.exp(log_factor):.2g}"
     )
 
@@ -83,6 +83,7 @@ def _first_update(
     gradients = trial.gradient_pass(readout, parameters).gradients
     if not any(bool(g.any()) for p, g in zip(parameters, gradients, strict=True) if p is weight):
         raise ValueError(
-            f"the readout, {readout.info.name!r}, is zero and has no gradient: draw it, as by nn.init.normal_"
+            f"the output layer, {readout.info.name!r}, is zero and has no gradient: initialize it, for example with "
+            "nn.init.normal_"
         )
     return parameters, update_of(gradients, optimizer)

@@ -82,8 +82,8 @@ class Trial:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise TypeError(
-                    f"the loss of a batch must be a scalar tensor, got {kind}: of module.training_step(batch, i) if "
-                    "there is one, else module(*batch); or give loss=, a function of module and batch"
+                    f"the loss of a batch must be a scalar tensor, got {kind}: it is module.training_step(batch, i) if "
+                    "that exists, else module(*batch), or set loss= to a function of module and batch"
                 )
             yield loss.reshape(())
 
@@ -110,8 +110,8 @@ class Trial:
             size = float(F.feature_rms(output))
             if not 0 < size < math.inf:
                 raise ValueError(
-                    f"{layer.info.name!r} puts out features of RMS {size} on batch {self._batch_index}: there is "
-                    "no factor that makes it 1"
+                    f"the outputs of {layer.info.name!r} have RMS {size} on batch {self._batch_index}: no factor makes "
+                    "it 1"
                 )
             weight_sums = sums.setdefault(weight, {})
             weight_sums[self._batch_index, call] = size**2 * output.numel(), output.numel()
@@ -165,8 +165,8 @@ class Trial:
         with self._recorded_inputs(readout) as inputs:
             for loss in self.losses():
                 if not inputs or not all(features.requires_grad for features in inputs):
-                    problem = "is given what no trained weight leads to" if inputs else "is not called"
-                    raise ValueError(f"the readout, {readout.info.name!r}, {problem} on batch {self._batch_index}")
+                    problem = "has inputs that depend on no trained weight" if inputs else "is not called"
+                    raise ValueError(f"the output layer, {readout.info.name!r}, {problem} on batch {self._batch_index}")
                 mean = loss / len(self.batches)
                 batch_gradients = torch.autograd.grad(mean, [*parameters, *inputs], materialize_grads=True)
                 for gradient, part in zip(gradients, batch_gradients[: len(parameters)], strict=True):
@@ -177,8 +177,8 @@ class Trial:
                     eps = torch.finfo(features.dtype).eps
                     if math.sqrt(eps) > MAX_ROUNDING_ERROR:
                         raise ValueError(
-                            f"the readout, {readout.info.name!r}, is given {features.dtype}, too coarse to see what a "
-                            "small step changes: calibrate in float32 or float64, without autocast"
+                            f"the inputs of the output layer, {readout.info.name!r}, are {features.dtype}, too coarse "
+                            "to show what a small step changes: calibrate in float32 or float64, without autocast"
                         )
                 total += mean.item()
                 inputs.clear()
@@ -210,7 +210,7 @@ class Trial:
             change = _norm(difference) / _norm(gradients.h)
             if not math.isfinite(change) or change * MAX_ROUNDING_ERROR < min_change:
                 raise ValueError(
-                    f"what the readout, {readout.info.name!r}, is given changes by {change:.1e} of its size, too "
+                    f"the inputs of the output layer, {readout.info.name!r}, change by {change:.1e} of their size, too "
                     f"little for features rounded to {gradients.eps:.1e}"
                 )
             return difference, change
@@ -281,8 +281,9 @@ def equal_contributions(trial: Trial, readout: Layer, blocks: Blocks, optimizer:
     share_carried = through_inputs / decrease_before_readout if decrease_before_readout else math.nan
     if not abs(share_carried - 1) < MAX_BYPASS:
         raise ValueError(
-            f"what the readout, {readout.info.name!r}, is given carries {share_carried:.2f} of the loss decrease of "
-            "the weights before it: not all signal passes there (Theorem 2.1 needs that). Is another layer the readout?"
+            f"the inputs of the output layer, {readout.info.name!r}, carry {share_carried:.2f} of the loss decrease of "
+            "the weights before it: not all signal passes through it, as Theorem 2.1 requires. Is another layer the "
+            "output layer?"
         )
     angle = float(F.backward_feature_angle(velocity, gradient_pass.b))
     return EqualContributionStep(

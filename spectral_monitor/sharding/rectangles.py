@@ -28,13 +28,13 @@ def unfit(layout: Layout, extent: ShardRegion) -> str:
     if extent.whole or not extent.count:
         return ""
     if layout.kind == "conv_transposed" and layout.groups > 1:
-        return "a grouped transposed convolution that is spread over processes"
+        return "a grouped transposed convolution that is sharded over processes"
     box = aligned(layout, _filled_box(extent))
     has_kernel = layout.kind.startswith("conv") or layout.kind == "patches"
     inner = box[2:] if has_kernel else box[1:] if layout.kind == "vector" else ()
     sizes = layout.shape[len(layout.shape) - len(inner) :]
     if any(part != (0, size) for part, size in zip(inner, sizes, strict=True)):
-        return "spread over processes along a dimension of the kernel" if layout.kind != "vector" else "spread twice"
+        return "sharded over processes along a dimension of the kernel" if layout.kind != "vector" else "sharded twice"
     return ""
 
 

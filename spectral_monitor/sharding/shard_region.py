@@ -71,7 +71,7 @@ def extent_of(tensor: Tensor, dims: Sequence[bool] | None = None) -> ShardRegion
             continue
         dim = getattr(placements[i], "dim", None)
         if not isinstance(dim, int) or placements[i].is_partial():
-            raise ValueError(f"placed as {placement}; known are Replicate and Shard")
+            raise ValueError(f"placed as {placement}; supported are Replicate and Shard")
         start, stop = box[dim]
         size = -(-(stop - start) // mesh.size(i))
         first = min(start + coordinate[i] * size, stop)

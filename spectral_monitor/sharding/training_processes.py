@@ -14,7 +14,7 @@ from spectral_monitor.sharding.process_group import ProcessGroup
 from spectral_monitor.state.dtensor import is_distributed, local_part
 
 SHARED = (
-    "processes that share a batch cannot be told from those that do not: say data_parallel_rank, the number of the "
+    "processes that share a batch cannot be told from those that do not: set data_parallel_rank, the number of the "
     "batch that this process gets, such as mesh['dp'].get_local_rank(), or 0 if all get the same"
 )
 MAX_NAMES = 3
@@ -97,8 +97,8 @@ def check_same_weights(layers: Iterable[tuple[str, Sequence[Tensor]]], processes
         if names := [name for name, bits in other.items() if first.get(name) != bits]:
             raise ValueError(
                 f"process {rank} holds other weights of {joined(names, MAX_NAMES)} than process 0: make the probe when "
-                "the model is wrapped (DistributedDataParallel sends the weights of process 0 to all); what each "
-                "process has of its own is to be left out, with exclude=[...]"
+                "the model is wrapped (DistributedDataParallel sends the weights of process 0 to all); leave out "
+                "weights that belong to one process alone, with exclude=[...]"
             )
 
 

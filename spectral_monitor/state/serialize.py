@@ -177,7 +177,7 @@ def _put(live: Any, packed: Packed, device: torch.device, where: str) -> Any:
         return _put_module(live, content[0], device, where)
     if kind == "generator":
         if not isinstance(live, objects.generator_types()):
-            raise NotPlainError(f"{where} is not a random generator any more")
+            raise NotPlainError(f"{where} is no longer a random generator")
         objects.set_generator_state(live, unpack(content[0], torch.device("cpu")))
         return live
     name, items, *attributes = content  # attributes: those of a container's own class

@@ -45,7 +45,7 @@ def checked(description: Any) -> tuple[list[str], Path]:
     for value in fingerprints:
         checked_fingerprint(value)
     if not isinstance(folder, str) or not _is_local(folder):
-        raise ValueError(f"the checkpoint's folder {folder!r:.80} is no absolute path on this machine")
+        raise ValueError(f"the checkpoint's folder {folder!r:.80} is not an absolute path on this machine")
     return fingerprints, Path(folder)
 
 
@@ -56,7 +56,7 @@ def checked_fingerprint(value: Any) -> str:
         ValueError: it is no fingerprint.
     """
     if not isinstance(value, str) or not _FINGERPRINT.fullmatch(value):
-        raise ValueError(f"the checkpoint's fingerprint {value!r:.80} is no hexadecimal SHA-256")
+        raise ValueError(f"the checkpoint's fingerprint {value!r:.80} is not a hexadecimal SHA-256")
     return value
 
 

@@ -71,7 +71,7 @@ def test_it_goes_on_after_a_checkpoint():
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, math.nan, True, "100"])
 def test_impossible_limits_are_refused(limit):
-    with pytest.raises(ValueError, match="qk_clip is a positive number or None"):
+    with pytest.raises(ValueError, match="qk_clip must be a positive number or None"):
         LRCorrection(qk_clip=limit)
 
 

@@ -118,7 +118,7 @@ def test_a_head_that_is_cut_has_a_reason(tmp_path):
     for values, why in (first, second):
         for key in WEIGHTS:
             assert all(map(math.isnan, values[key]))
-            assert why[key] == "processes share out its queries and keys, and do not have whole heads each"
+            assert why[key] == "its queries and keys are sharded over processes, and no process has whole heads"
 
 
 def block(query, key, value, size=8, tiled=False):

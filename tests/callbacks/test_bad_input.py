@@ -238,7 +238,7 @@ def test_nan_and_inf_are_counted_and_told_once_and_nothing_else(what, value, opt
     monitor, logger = SpectralMonitor(every_n_steps=1), recording()
     said = warned(lambda: fit(monitor, Breaks(what, value, optimizer=optimizer), logger=logger))
     (told,) = [text for text in said if text.startswith("SpectralConditionWarning")]
-    assert ("the batch holds NaN or inf" if what == "input" else "step 3: weights, updates or outputs are NaN") in told
+    assert ("the batch holds NaN, inf" if what == "input" else "step 3: weights, updates or outputs are NaN") in told
     said.remove(told)
     assert said == warned(lambda: zoo.fit(Breaks(what, value, optimizer=optimizer), zoo.loader(), [], recording()))
     assert [m.step for m in monitor.measurements] == [1, 2, 3, 4, 5, 6]

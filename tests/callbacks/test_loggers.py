@@ -168,7 +168,7 @@ def test_a_logger_that_cannot_even_begin_costs_a_warning(monkeypatch):
 
     monkeypatch.setattr(logs.SinkManager, "_sink", refuse)
     sink = Breaking("")
-    with pytest.warns(SpectralMonitorWarning, match="RecordingLogger will not be given measurements .*no connection"):
+    with pytest.warns(SpectralMonitorWarning, match="RecordingLogger gets no measurements .*no connection"):
         fit(SpectralMonitor(every_n_steps=2, sinks=[sink]), logger=recording())
     assert sink.steps == [2, 4, 6]
 

@@ -340,6 +340,6 @@ def test_code_that_cannot_be_written_costs_a_warning(monkeypatch):
     monkeypatch.setattr("spectral_monitor.monitoring.supervisor.Supervisor.param_groups_code", broken)
     module, kept = Net(), []
     module.on_train_start = lambda: kept.extend(module.trainer.optimizers)
-    with pytest.warns(SpectralMonitorWarning, match="not written down as code .*on purpose"):
+    with pytest.warns(SpectralMonitorWarning, match="not be written as code .*on purpose"):
         fit(module, SpectralLRCorrector(), steps=4)
     assert not kept[0]._optimizer_step_pre_hooks

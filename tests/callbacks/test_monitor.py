@@ -180,7 +180,10 @@ def test_no_logger_is_a_line_of_the_start(verbose, logger, lines, caplog):
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.spectral_monitor"):
         fit(monitor, logger=logger)
     said = [" ".join(record.getMessage().split()) for record in caplog.records]
-    kept = "spectral monitor: no logger: measurements are kept in monitor.measurements and the last one is printed"
+    kept = (
+        "spectral monitor: the Trainer has no logger: measurements are kept in monitor.measurements, and the last one "
+        "is printed at the end"
+    )
     assert said.count(kept) == lines
     assert len(monitor.measurements) == 6
 

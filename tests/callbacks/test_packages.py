@@ -181,7 +181,7 @@ def test_the_command_line(tmp_path, package):
 
 
 def test_what_is_of_neither_package():
-    with pytest.raises(TypeError, match=r"SimpleNamespace is no Trainer of lightning.pytorch or pytorch_lightning"):
+    with pytest.raises(TypeError, match=r"SimpleNamespace is not a Trainer of lightning.pytorch or pytorch_lightning"):
         package_of(SimpleNamespace())
     assert not is_instance(SimpleNamespace(), "loggers.CSVLogger")
     with pytest.raises(AttributeError, match="NoLogger"):

@@ -10,7 +10,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 
-NESTED = "its outputs are a sparse or nested tensor, of which no rows are taken"
+NESTED = "its outputs are a sparse or nested tensor, whose rows cannot be sampled"
 
 
 class Graph(nn.Module):
@@ -64,7 +64,7 @@ def test_a_frozen_sparse_parameter_is_listed_and_costs_nothing():
     for key, values in dense.latest.values.items():
         torch.testing.assert_close(sparse.latest.values[key], values, equal_nan=True, rtol=1e-5, atol=1e-7)
     reasons = {some.name: some.reason for some in sparse.anatomy.unmeasured}
-    assert reasons["adjacency"] == "its layout is torch.sparse_coo, of which no norms are taken"
+    assert reasons["adjacency"] == "norms of layout torch.sparse_coo are not supported"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

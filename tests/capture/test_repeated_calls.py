@@ -101,5 +101,5 @@ def test_where_none_of_the_rows_is_of_the_first_samples_it_says_so():
     latest = stepped([2000], quantities=[*KEYS, "kernel_change"], max_rows=20, replay_samples=2)
     for key in ("feature_change", "bfa_cos"):
         assert math.isnan(latest.value(key, "cell"))
-        assert latest.why(key, "cell").startswith("no row of max_rows is of the samples that are run again")
+        assert latest.why(key, "cell").startswith("none of the max_rows rows belongs to the samples that are run again")
     assert latest.value("feature_rms", "cell") > 0

@@ -180,11 +180,11 @@ def test_what_does_not_go_by_samples_is_named():
     depends = "the outputs of 'layer' for some samples depend on the others"
     assert rehearsed(whole, other, last).verdict() == depends
     assert rehearsed(whole, first, other).verdict() == depends
-    rows = "the number of rows of 'layer' does not go by samples"
+    rows = "the number of rows of 'layer' is not proportional to the number of samples"
     assert rehearsed(whole, whole[:3], whole[-3:]).verdict() == rows
     assert rehearsed(whole, first, whole[-3:]).verdict() == rows
     assert rehearsed(torch.randn(9, 3), first, last).verdict() == rows
-    assert rehearsed(whole, whole, whole).verdict() == "the forward does no less for fewer samples"
+    assert rehearsed(whole, whole, whole).verdict() == "the forward computes just as much for fewer samples"
     assert rehearsed(whole * 0, other, last * 0).verdict() == depends
     zero = torch.zeros(8, 3)
     assert rehearsed(zero, zero[:2], zero[:2], (whole, first, last)).verdict() == ""
@@ -197,7 +197,7 @@ def test_other_calls_are_noticed():
     parts[0].add(0, None, torch.ones(2, 3), LAYER)
     rehearsal = IndependenceCheck(parts[0], parts[1], BatchSlice(2, 8))
     rehearsal.add(0, None, torch.ones(8, 3), LAYER)
-    assert rehearsal.verdict() == "without the other samples, layers are called differently"
+    assert rehearsal.verdict() == "without the other samples, other layers are called"
 
 
 def test_nothing_can_be_told_from_what_is_no_number():

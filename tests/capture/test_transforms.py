@@ -12,9 +12,9 @@ from torch.func import functional_call, grad, vmap
 
 from spectral_monitor import SpectralProbe
 
-HIDDEN = "called inside a transform of torch.func, where its features cannot be seen"
+HIDDEN = "called inside a torch.func transform, where its features cannot be seen"
 
-BORROWED = "called with other parameters than its own, as by torch.func.functional_call"
+BORROWED = "called with parameters other than its own, as by torch.func.functional_call"
 
 
 class Mapped(nn.Module):

@@ -86,7 +86,7 @@ def test_of_several_runs_the_newest(run, capsys):
     assert main(["show", str(run.parent)]) == 0
     out, err = capsys.readouterr()
     assert out == measured(30, factor=30).table() + "\n"
-    assert f"{run / FILE}, the newest; there are 2 more files of measurements in {run.parent}" in err
+    assert f"{run / FILE}, the newest run; there are 2 more files of measurements in {run.parent}" in err
     os.utime(old)
     assert main(["show", str(run.parent)]) == 0
     assert "step 99" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_of_several_monitors_the_first(run, capsys):
     assert main(["show", str(run)]) == 0
     out, err = capsys.readouterr()
     assert out == measured(30, factor=30).table() + "\n"
-    assert f"{run / FILE}, the newest; there is one more file of measurements in {run}" in err
+    assert f"{run / FILE}, the newest run; there is one more file of measurements in {run}" in err
     assert main(["show", str(second)]) == 0
     assert "step 44" in capsys.readouterr().out
 
@@ -108,7 +108,7 @@ def test_a_resumed_run(run, capsys):
     assert main(["show", str(run)]) == 0
     out, err = capsys.readouterr()
     assert out == measured(25, factor=8).table() + "\n"
-    again = "2 measurements were taken again, after a resumption or by another run into the same file"
+    again = "2 measurements were repeated, after a resumption or by another run into the same file"
     assert f"{again}; the later ones are shown." in err
     assert main(["show", str(run), "--step", "20"]) == 0
     assert capsys.readouterr().out == measured(20, factor=7).table() + "\n"
@@ -121,7 +121,7 @@ def test_a_run_with_other_layers_after_it(run, capsys):
     assert main(["show", str(run)]) == 0
     out, err = capsys.readouterr()
     assert out == measured(20, layers=OTHERS).table() + "\n"
-    assert "3 earlier measurements are of other layers and left out." in err
+    assert "3 earlier measurements belong to other layers and are left out." in err
 
 
 def test_a_file_that_is_being_written(run, capsys):
@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_read(kind, command, run, capsys):
     (run / FILE).write_bytes(BROKEN[kind](run))
     err = fails(on(command, run), capsys)
     assert str(run / FILE) in err
-    assert "give the folder of a run that SpectralMonitor has logged" in err
+    assert "give the folder of a run logged by SpectralMonitor" in err
 
 
 def test_a_sentence_about_a_name_with_line_ends_is_one_line(run, capsys):
@@ -239,7 +239,7 @@ def test_report_says_what_to_install(run, tmp_path, capsys, monkeypatch):
 def test_a_large_file_is_announced(run, capsys, monkeypatch):
     monkeypatch.setattr("spectral_monitor.cli.reading.LARGE", 100)
     assert main(["show", str(run)]) == 0
-    assert re.search(r"has \d+ MB, that takes a moment", capsys.readouterr().err)
+    assert re.search(r"\(\d+ MB\), this takes a moment", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["show", "--help"], ["report", "--help"]])
@@ -360,7 +360,7 @@ def test_sweep_in_parts_to_a_file_with_a_picture(factory, tmp_path, capsys):
             ["FACTORY:make_module", *OPTIONS, "--quantities", "nothing"],
             "unknown quantity 'nothing'. Valid keys:",
         ),
-        (["FACTORY:make_module", *OPTIONS, "--part", "1/2"], "--part needs -o, where"),
+        (["FACTORY:make_module", *OPTIONS, "--part", "1/2"], "--part needs -o, the file"),
         (["FACTORY:make_module", *OPTIONS, "--figure", "nowhere/x.png"], "cannot write 'nowhere/x.png'"),
         (["FACTORY:make_module", *OPTIONS, "--figure", "x.doc"], "give --figure a .png, .pdf or .svg"),
         (["FACTORY:make_module", *OPTIONS, "-o", "."], "is a folder"),
@@ -378,7 +378,7 @@ def test_a_file_without_data(factory, tmp_path, capsys):
 
 def test_nothing_says_how_to_train(factory, capsys):
     assert main(["sweep", f"{factory}:make_module", "--widths", "8,16,32"]) == 2
-    assert "give --parametrization and --lr, or the module a configure_optimizers" in capsys.readouterr().err
+    assert "set --parametrization and --lr, give the module a configure_optimizers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["import nowhere", "open('nowhere')", "int('nowhere')"])

@@ -47,7 +47,9 @@ def test_rows_are_the_ratios_the_largest_difference_first(tmp_path, capsys):
 
 def test_runs_that_share_no_step(tmp_path, capsys):
     a, b = (logged(tmp_path / name / FILE, measured(step)) for name, step in (("a", 10), ("b", 15)))
-    assert "update_natural, step 10 of A and 15 of B, for they share none\n" in said(["compare", a, b], capsys)
+    assert "update_natural, step 10 of A and step 15 of B, because they share no step\n" in said(
+        ["compare", a, b], capsys
+    )
     err = fails(["compare", a, b, "--step", "10"], capsys)
     assert "update_natural was not measured at step 10 in both runs; they have no step in common" in err
 

@@ -39,7 +39,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_listed(run, caps
     assert main(["list", str(run.parent)]) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
-    assert err.startswith(f"spectral-monitor: {str(broken)!r}, line 1: not what spectral_monitor writes")
+    assert err.startswith(f"spectral-monitor: {str(broken)!r}, line 1: not written by spectral_monitor")
     assert main(["list", str(broken.parent)]) == 2
     assert "none of the 1 files" in capsys.readouterr().err
 

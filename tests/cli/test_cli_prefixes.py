@@ -68,7 +68,7 @@ def test_every_prefix_is_read(content, tmp_path):
         if b"\n" in content[:cut] or expected:
             assert [record.step for record in read_records(path)] == expected, cut
         if not expected:
-            with pytest.raises(ValueError, match=r"no measurement in|not what spectral_monitor writes"):
+            with pytest.raises(ValueError, match=r"no measurement in|not written by spectral_monitor"):
                 load(path)
 
 

@@ -92,7 +92,7 @@ def test_what_is_not_there_is_named(run, capsys):
     err = fails(["show", run, "--csv", "--sort", "stat"], capsys)
     assert "no column 'stat'; did you mean 'state'?" in err
     err = fails(["show", run, "--layer", "*bias"], capsys)
-    assert "only biases and gains match '*bias': those are in --csv and --json" in err
+    assert "only biases and gains match '*bias'; use --csv or --json to see them" in err
     assert json.loads(said(["show", run, "--json", "--layer", "*bias"], capsys))["layers"][0]["layer"] == "head.bias"
 
 

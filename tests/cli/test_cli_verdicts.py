@@ -47,9 +47,11 @@ def test_the_last_measurement_that_could_be_judged_counts(tmp_path, capsys):
 def test_a_run_that_nobody_could_judge_is_not_healthy(tmp_path, capsys):
     never = replace(measured(10), values={"weight_stable_rank": measured(10).values["weight_stable_rank"]}, bands={})
     logged(tmp_path / "a" / FILE, never)
-    assert "nothing was judged in 1 measurements" in fails(["verdicts", tmp_path / "a"], capsys)
+    assert "nothing could be judged in 1 measurements" in fails(["verdicts", tmp_path / "a"], capsys)
     states = dict.fromkeys(("net.0", "net.2", "head"), LayerState("not judged", "frozen"))
     logged(tmp_path / "b" / FILE, replace(measured(10), states=states))
     assert "no layer was judged at step 10: frozen" in fails(["verdicts", tmp_path / "b"], capsys)
     logged(tmp_path / "c" / FILE, replace(measured(10), states={}, summary={}, verdicts=()))
-    assert "no layer was judged at step 10: no judge has seen this" in fails(["verdicts", tmp_path / "c"], capsys)
+    assert "no layer was judged at step 10: this measurement was not judged" in fails(
+        ["verdicts", tmp_path / "c"], capsys
+    )

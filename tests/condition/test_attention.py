@@ -43,7 +43,7 @@ def test_under_a_correction_the_advice_is_a_smaller_size():
     for step, logit in enumerate([4.0, 8.0, 500.0], 1):
         changed = {"attention_logit_max": {"b": logit}, "lr_multiplier": dict.fromkeys("abcdef", 3.0)}
         found = {verdict.cause: verdict for verdict in judge.judge(measured(step, **changed))}
-    assert "give the correction a quarter of its size" in found["logits_exploding"].sentence
+    assert "divide the correction's size by 4" in found["logits_exploding"].sentence
     assert found["logits_exploding"].remedy.action == "check"
 
 

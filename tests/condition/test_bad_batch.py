@@ -11,7 +11,7 @@ from spectral_monitor import SpectralProbe
 from spectral_monitor.condition.whole_network import WholeNetwork
 from tests.one_step import training_step
 
-BATCH = "the batch holds NaN or inf"
+BATCH = "the batch holds NaN, inf"
 
 
 def train(steps, spoil, lr=1e-3):

@@ -77,7 +77,7 @@ def test_where_the_others_hardly_move_either_rate_may_be_wrong(others, own, both
     ratios = dict.fromkeys(LAYERS, others) | {"b": own}
     verdict = told_of_rate(1000.0, 1000.0, update_ratio=ratios)
     assert verdict.sentence == "its learning rate is 10, that of the other layers 0.01" + (
-        ", with which they hardly move: use one of the two for all" if both else ": use 0.01"
+        ", at which they hardly move: use one of the two for all layers" if both else ": use 0.01"
     )
     assert verdict.remedy == (None if both else Remedy("set_lr", ("b",), 0.01))
 
@@ -88,7 +88,7 @@ def test_a_rate_that_makes_the_update_like_the_others_may_be_meant(factor, size)
     verdict = told_of_rate(factor, size)
     assert verdict.cause == ("lr_too_large" if factor > 1 else "lr_too_small")
     assert verdict.remedy is None
-    assert "may be meant" in verdict.sentence
+    assert "if this is intended" in verdict.sentence
     assert f"expected={{'b': {factor:.3g}}}" in verdict.sentence
 
 
@@ -120,7 +120,7 @@ def test_a_layer_off_the_rule_of_the_others_is_told_by_the_rule():
     lr = {name: 1.0 / info.fan_in for name, info in WIDE.items()} | {"b": 50 / 1024}
     verdict = only_verdict(layers=WIDE, lr=lr, settings=set_by(layers=WIDE, lr=lr))
     assert verdict.cause == "lr_too_large"
-    assert verdict.sentence.startswith("its learning rate is 0.0488, by the rule of the others it would be 0.000977")
+    assert verdict.sentence.startswith("its learning rate is 0.0488, the rule that the others follow gives 0.000977")
 
 
 def test_a_learning_rate_that_explains_little_of_it_is_not_blamed():
@@ -158,10 +158,8 @@ def test_readout_initialised_too_large():
     verdict = only_verdict(**heavy(head=30.0), drift_ratio={"head": 0.1})
     assert (verdict.layer, verdict.quantity, verdict.cause) == ("head", "weight_natural", "readout_init")
     gain = 30 * 8 / math.sqrt(10)  # beside 1, the median of the others
-    assert (
-        verdict.sentence
-        == f"its weights began {gain:.0f}x larger than typical: divide them by {gain:.0f}, or begin with 0"
-    )
+    advice = f"divide them by {gain:.0f}, or initialize them to 0"
+    assert verdict.sentence == f"its initial weights are {gain:.0f}x larger than typical: {advice}"
     assert (verdict.remedy.action, verdict.remedy.value) == ("scale_weights", pytest.approx(1 / gain))
 
 
@@ -208,7 +206,7 @@ def test_what_the_others_decay_to_does_not_change_how_a_layer_began():
     _, first = judged([begun] * 3)
     _, later = judged([begun] * 3 + [measured(50, **heavy(c=15.0), drift_ratio={"c": 0.5})] * 3)
     assert first[0].sentence == later[0].sentence
-    assert "began 30x larger" in later[0].sentence
+    assert "initial weights are 30x larger" in later[0].sentence
 
 
 def test_a_readout_may_begin_as_small_as_it_likes():
@@ -226,7 +224,7 @@ def test_weights_that_grew_large_were_not_initialised_so():
     changed = {"weight_natural": {"b": 150.0}, "weight_fro": {"b": 1200.0}, "drift_ratio": {"b": 40.0}}
     verdict = only_verdict(**changed)
     assert verdict.cause == "exploding"
-    assert "have moved 40 times the size they began with, and stretch by 150" in verdict.sentence
+    assert "have moved by 40 times their initial size and amplify inputs by up to 150" in verdict.sentence
 
 
 def test_weights_that_grow_without_end():
@@ -315,7 +313,7 @@ def test_readouts_update_too_large_for_its_width():
     """Under SGD, where it has four times the room, and under Adam, where nothing explains it."""
     verdict = only_verdict(update_natural={"head": 100.0}, settings=SGD)
     assert (verdict.layer, verdict.cause) == ("head", "readout_width")
-    assert "grows with its 64 inputs" in verdict.sentence
+    assert "grows with its number of inputs (64)" in verdict.sentence
     assert only_verdict(update_natural={"head": 100.0}, settings=ADAM).cause == "unknown"
     assert only_verdict(update_natural={"head": 1e-5}, settings=SGD).cause == "unknown", "too small"
     assert not verdicts_on(9, update_natural={"head": 3.0}, settings=SGD)
@@ -343,9 +341,8 @@ def test_against_the_theory(layer, size, cause):
 
 def test_the_deviation_that_theory_has():
     verdict = only_verdict(condition={"reference": "theory"}, weight_natural={"c": 0.02}, drift_ratio={"c": 0.1})
-    assert (
-        "initialised 50 times too small: use standard deviation 0.031," in verdict.sentence
-    )  # 256 -> 64: sqrt(64 / 256) / sqrt(256)
+    # 256 -> 64: sqrt(64 / 256) / sqrt(256)
+    assert "its initial weights are 50 times too small: use standard deviation 0.031," in verdict.sentence
 
 
 def test_against_the_theory_weights_may_have_grown():

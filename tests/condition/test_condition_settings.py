@@ -114,7 +114,7 @@ def test_a_name_in_expected_stands_for_itself_whatever_is_in_it():
 
 @pytest.mark.parametrize("ignore", ["rates", ["rate"], ["updates", "losses"]])
 def test_an_unknown_check_to_ignore_is_refused_with_the_known(ignore):
-    with pytest.raises(ValueError, match=r"ignore is a list of checks.*valid checks: rates, updates, weights"):
+    with pytest.raises(ValueError, match=r"ignore must be a list of checks.*valid checks: rates, updates, weights"):
         SpectralCondition(ignore=ignore)
 
 

@@ -32,8 +32,8 @@ def test_it_is_told_once_for_a_group_with_what_is_left_and_what_to_set():
     assert (verdict.cause, set(verdict.layers)) == ("decay_too_large", {"a", "b", "c", "head"})
     assert verdict.ratio == pytest.approx(0.95**63)
     assert verdict.sentence == (
-        "weight decay 5 of AdamW has taken its weights down to 0.039 of the size they began with: use about 0.01, with "
-        "which it takes 1/10000 in a step"
+        "weight decay 5 of AdamW has shrunk its weights to 0.039 of their initial size: use about 0.01, "
+        "which removes 1/10000 in a step"
     )
     assert (verdict.remedy.action, verdict.remedy.value) == ("set_weight_decay", 0.01)
 
@@ -51,7 +51,7 @@ def test_it_is_told_once_for_a_group_with_what_is_left_and_what_to_set():
 def test_what_is_advised_takes_a_ten_thousandth_in_a_step(optimizer, fields, value):
     (verdict,) = told(shrinking(0.05), optimizer, **fields)
     assert verdict.remedy.value == pytest.approx(value)
-    assert ("part of the gradient" in verdict.sentence) == (optimizer == "Adam")
+    assert ("adds it to the gradient" in verdict.sentence) == (optimizer == "Adam")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_decay_that_takes_more_than_a_tenth_in_a_step_is_told_by_the_settings(op
     assert len(found) == (taken is not None and taken > 0.1)
     if found:
         assert found[0].ratio == pytest.approx(taken)
-        assert f"takes away {100 * taken:.0f} % of its weights in each step: use about" in found[0].sentence
+        assert f"removes {100 * taken:.0f} % of its weights in each step: use about" in found[0].sentence
         assert found[0].remedy.action == "set_weight_decay"
 
 
@@ -85,7 +85,8 @@ def test_under_a_correction_the_rate_that_counts_is_the_corrected_one():
     assert verdict.layer == "b"
     assert verdict.remedy.value == pytest.approx(0.001)  # of a rate of 0.1
     assert (
-        "decay 0.5 of AdamW, at 10 times its learning rate by the correction, has taken its weights" in verdict.sentence
+        "decay 0.5 of AdamW, at a learning rate that the correction multiplies by 10, has shrunk its weights"
+        in verdict.sentence
     )
 
 

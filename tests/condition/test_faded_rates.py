@@ -61,7 +61,7 @@ def test_steps_that_were_meant_for_epochs():
     assert step == 32
     assert sentence == (
         "the learning rate has fallen from 0.05 to 5e-05 by step 16, and training goes on: its schedule ends too "
-        "early, as one that is meant for epochs and stepped after each batch"
+        "early, as when a scheduler meant for epochs is stepped after each batch"
     )
 
 
@@ -99,4 +99,4 @@ def test_of_several_warm_ups_the_one_that_comes_farthest_is_told():
     settings = {name: replace(its, peak=1e-4, reached=0.4) for name, its in set_by("Adam").items()}
     settings["head"] = replace(settings["head"], peak=1e-2, reached=0.1)
     (verdict,) = (verdict for verdict in verdicts_on(1, settings=settings) if verdict.cause == "warmup_too_long")
-    assert "will only have come to 0.0001 (0.00025 is set)" in verdict.sentence
+    assert "will only reach 0.0001 by the end of training (0.00025 is set)" in verdict.sentence

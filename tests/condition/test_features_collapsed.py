@@ -151,7 +151,7 @@ def test_a_single_row_has_no_stable_rank(rows):
     for key in ("input_stable_rank", "backward_stable_rank"):
         found = probe.latest.value(key, "0")
         assert math.isnan(found) == (rows == 1)
-        assert probe.latest.why(key, "0") == ("of a single row it is always 1" if rows == 1 else "")
+        assert probe.latest.why(key, "0") == ("always 1 with a single row" if rows == 1 else "")
     if rows > 1:
         sizes = torch.linalg.svdvals(x.double()).square()
         assert probe.latest.value("input_stable_rank", "0") == pytest.approx(float(sizes.sum() / sizes[0]), rel=1e-5)

@@ -94,7 +94,7 @@ def test_what_stands_out_without_a_known_cause_is_no_verdict_but_no_healthy_laye
     """Nothing in its settings or weights explains it: 5 of 47 published recipes have such a layer, and train well."""
     judge = Judge(SpectralCondition())
     assert not any(run(judge, *[FAR] * 4))
-    assert judge.states["b"] == LayerState(NOT_JUDGED, "its size stands out, for none of the known causes")
+    assert judge.states["b"] == LayerState(NOT_JUDGED, "its size stands out, but no known cause explains it")
     assert judge.states["a"] == LayerState(HEALTHY)
     assert [names(verdicts) for verdicts in run(judge, {}, start=5)] == [[]]
     assert judge.states["b"] == LayerState(HEALTHY)

@@ -64,7 +64,7 @@ def test_a_block_that_no_optimizer_holds():
     assert set(found) == {"blocks.2.1", "blocks.2.3"}
     assert found["blocks.2.1"].cause == "left_out"
     assert found["blocks.2.1"].sentence == (
-        "gradients arrive, but no optimizer holds it and it has never moved, though most of blocks.*.* are trained: "
+        "gradients arrive, but no optimizer holds it and it has never moved, although most of blocks.*.* are trained: "
         "pass it to the optimizer"
     )
     assert (found["blocks.2.1"].quantity, found["blocks.2.1"].value) == ("drift_ratio", 0)
@@ -141,7 +141,7 @@ def test_a_block_that_is_detached():
     (verdict,) = (verdict for verdict in train(Blocks(detached=2)).values() if verdict.is_root)
     assert verdict.cause == "dead"
     assert set(verdict.layers) == {"blocks.2.1", "blocks.2.3"}
-    assert "no gradient has ever reached it: they are detached" in verdict.sentence
+    assert "no gradient has ever reached it: its outputs are detached" in verdict.sentence
 
 
 def test_outputs_of_the_last_block_that_nobody_uses():
@@ -250,8 +250,8 @@ def test_what_is_no_matrix_and_no_optimizer_holds(kept, told):
     assert (verdict.layer, verdict.cause, verdict.remedy.action) == ("network", "left_out", "check")
     assert (verdict.value, verdict.band) == (0.0, (0.0, float("inf"))), "they are updated by nothing"
     assert verdict.sentence == (
-        f"gradients arrive at {told}, but no optimizer holds {it} and {it_has} never moved, though others are trained: "
-        f"pass {it} to the optimizer, or freeze {it} with requires_grad_(False)"
+        f"gradients arrive at {told}, but no optimizer holds {it} and {it_has} never moved, although others are "
+        f"trained: pass {it} to the optimizer, or freeze {it} with requires_grad_(False)"
     )
 
 

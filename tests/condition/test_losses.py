@@ -25,7 +25,7 @@ def test_targets_that_are_far_from_the_outputs_are_named_at_once_and_stay_the_ro
     assert [set(some) for some in found] == [{"target_scale"}] * 8
     verdict = found[0]["target_scale"]
     assert (verdict.quantity, verdict.value, verdict.remedy.action) == ("loss_distance", 500.0, "check")
-    assert "outputs must move by at least 500 times their usual size" in verdict.sentence
+    assert "outputs must change by at least 500 times their usual size" in verdict.sentence
 
 
 def test_a_run_that_diverges_keeps_the_cause_that_was_there_before():
@@ -63,14 +63,14 @@ def test_a_loss_that_comes_back_is_of_steps_that_are_too_large():
     verdict = found[-2]["rates_too_large"]
     assert (verdict.quantity, verdict.value) == ("loss", 1.4)
     assert verdict.band == (0.0, pytest.approx(0.6))
-    assert "the loss is 1.4 at step 17, and it was 0.2 before" in verdict.sentence
+    assert "the loss is 1.4 at step 17, but it was 0.2 before" in verdict.sentence
     assert verdict.remedy.value == pytest.approx(1 / 10), "20 times the root of 0.5, in one digit"
 
 
 def test_a_loss_that_does_not_fall_is_of_steps_that_are_too_large_where_they_are():
     found = told(*losses(*[2.0] * 15, 2.4, 2.5, 2.6))
     assert "rates_too_large" in found[-1]
-    assert "it began with 2" in found[-1]["rates_too_large"].sentence
+    assert "it began at 2" in found[-1]["rates_too_large"].sentence
     assert not any(told(*losses(*[2.0] * 15, *[1.7] * 9)))
 
 
@@ -102,7 +102,7 @@ def test_steps_that_would_take_more_off_the_loss_than_there_is_are_too_large():
     assert [set(some) for some in found] == [set()] * 4 + [{"rates_too_large"}], "the median of five"
     verdict = found[-1]["rates_too_large"]
     assert (verdict.quantity, verdict.value) == ("loss_change_predicted", 8.0)
-    assert "by its gradient each step would take 8 times the loss off it, more than there is" in verdict.sentence
+    assert "each step is predicted to lower the loss by 8 times its value, more than is possible" in verdict.sentence
     assert not any(told(*promises(*[2.9] * 9))), "three times at most"
     assert not any(told(*promises(*[-9.0] * 9))), "uphill, as momentum goes now and then"
 
@@ -135,7 +135,7 @@ def test_steps_of_ordinary_size_that_all_point_one_way_are_not_called_too_large(
     assert set(found[-1]) == {"one_direction"}
     verdict = found[-1]["one_direction"]
     assert verdict.remedy.action == "check"
-    assert "by steps of ordinary size (0.05 of the weights) that all point one way" in verdict.sentence
+    assert "in steps of ordinary size (0.05 of the weights) that all point the same way" in verdict.sentence
     fast = told(*[every(0.05, "update_ratio") | every(0.05 * k, "drift_ratio") for k in range(1, 9)], start=1)
     assert not any(fast), "a straight beginning is healthy"
 

@@ -50,7 +50,7 @@ def test_a_network_whose_updates_are_all_lost_is_not_dead():
     assert all(probe.latest.value("contribution", name) == 0 for name in ("0", "2", "4", "6", "2.bias"))
     (root,) = probe.latest.roots
     assert (root.cause, set(root.layers)) == ("rounding", {"0", "2", "4", "6"})
-    assert "keep them in float32" in root.sentence
+    assert "keep weights in float32" in root.sentence
     assert [(verdict.layer, verdict.cause) for verdict in probe.latest.verdicts[1:]] == [(NETWORK, "nothing_trains")]
 
 
@@ -81,7 +81,7 @@ def test_where_gradients_are_not_looked_at_both_are_possible():
     probe = trained(1e-8, quantities=["update_natural", "lr"])
     assert set(causes(probe).values()) == {"unmoved"}
     told = next(verdict for verdict in probe.latest.verdicts if verdict.cause == "unmoved")
-    assert "no gradient arrives, or one of exactly nothing" in told.sentence
+    assert "no gradient arrives, or the gradient is exactly 0" in told.sentence
 
 
 def test_what_moves_by_weight_decay_alone_while_its_gradient_is_lost_is_not_called_dead():

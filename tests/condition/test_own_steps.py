@@ -33,7 +33,7 @@ def test_the_size_of_their_steps_is_not_judged(change):
     for optimizer in ("Rprop", "LBFGS"):
         judge, verdicts = watched(optimizer, FAR[change])
         assert not verdicts
-        assert judge.states["b"] == (NOT_JUDGED, f"{optimizer} sizes its steps itself")
+        assert judge.states["b"] == (NOT_JUDGED, f"{optimizer} chooses the size of its steps itself")
 
 
 def test_everything_else_is():

@@ -151,7 +151,7 @@ quiet = pytest.mark.filterwarnings("ignore:Detected call of", "ignore:.*`lr_sche
 @quiet
 def test_a_warm_up_in_steps_that_counts_epochs_is_told_at_once():
     (sentence,) = said(Module(warm_up(100), "epoch"))
-    assert sentence.startswith("when training ends the learning rate will only have come to 1e-05 (0.001 is set)")
+    assert sentence.startswith("the learning rate will only reach 1e-05 by the end of training (0.001 is set)")
 
 
 @quiet
@@ -219,7 +219,7 @@ class Finds(pl.Callback):
 @quiet
 def test_a_learning_rate_that_is_found_before_training_counts():
     (sentence,) = said(Module(warm_up(100)), callbacks=[Finds()])
-    assert "will only have come to 0.0038 (0.02 is set)" in sentence
+    assert "will only reach 0.0038 by the end of training (0.02 is set)" in sentence
 
 
 class Spoils(pl.Callback):
@@ -230,7 +230,7 @@ class Spoils(pl.Callback):
 
 
 def test_what_goes_wrong_while_looking_ahead_does_not_stop_training():
-    with pytest.warns(SpectralMonitorWarning, match="schedules were not looked ahead"):
+    with pytest.warns(SpectralMonitorWarning, match="schedules could not be looked ahead"):
         assert said(Module(lambda o: schedules.LambdaLR(o, lambda step: 1.0)), callbacks=[Spoils()]) == []
 
 

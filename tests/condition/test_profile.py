@@ -186,7 +186,7 @@ def test_a_profile_may_have_any_number_of_steps(tmp_path):
     [
         ([], "at least one measurement"),
         ([measured(1, only=["weight_natural", "update_natural"])], "not measured: lr"),
-        ([measured(1, update_natural=nothing("b"))], "no update was measured of b"),
+        ([measured(1, update_natural=nothing("b"))], "no update of b was measured"),
     ],
 )
 def test_what_cannot_be_a_profile_is_not_written(tmp_path, measurements, message):

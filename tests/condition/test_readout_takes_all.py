@@ -39,7 +39,7 @@ def test_it_must_last():
         0.97,
         (0.0, 0.95),
     )
-    assert "the readout takes 97 % of what a step takes off the loss" in verdict.sentence
+    assert "97 % of the loss's decrease has come from the output layer" in verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_updates_like_those_of_lars_are_named_where_one_stands_out(size):
     changed |= {key: {n: size * x for n, x in changed[key].items()} for key in ("weight_fro", "update_fro")}
     verdict = only_verdict(settings=set_by("LARS"), **changed)
     assert (verdict.layer, verdict.cause) == ("b", "frobenius_rule")
-    assert "a step is 0.01 of the Frobenius norm of the weights in every layer" in verdict.sentence
+    assert "each step is 0.01 of the Frobenius norm of the weights in every layer" in verdict.sentence
     assert verdict.remedy.value == pytest.approx(1 / verdict.ratio)
 
 
@@ -200,7 +200,7 @@ def test_it_takes_three_layers_of_different_shapes(names, expected):
 
 @pytest.mark.parametrize("name", ["LARS", "FusedLAMB"])
 def test_the_recipe_says_so(name):
-    assert describe(LAYERS.values(), set_by(name)).startswith(f"{name} updates in proportion to the Frobenius norm")
+    assert describe(LAYERS.values(), set_by(name)).startswith(f"{name} updates proportional to the Frobenius norm")
 
 
 def test_nothing_of_this_is_asked_for_if_ignored():

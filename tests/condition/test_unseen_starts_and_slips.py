@@ -151,7 +151,7 @@ def test_two_factors_that_are_zero_are_not_said_to_be_cut_off():
             model(torch.randn(32, 8)).square().mean().backward()
     sentences = {v.layer: v.sentence for v in probe.latest.verdicts}
     assert set(sentences) == {"down", "up"} or set(probe.latest.roots[0].layers) == {"down", "up"}
-    assert "neither of two factors that are 0 gets a gradient" in probe.latest.roots[0].sentence
+    assert "if both factors of a product are 0, neither gets a gradient" in probe.latest.roots[0].sentence
 
 
 def test_a_recurrent_encoder_that_is_detached_is_named():

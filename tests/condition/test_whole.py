@@ -49,7 +49,10 @@ def test_divergence_is_said_at_once(change):
 
 @pytest.mark.parametrize(
     ("first", "why"),
-    [(20.0, "for they grow from layer to layer: begin with smaller weights"), (30.0, "normalize inputs, or begin")],
+    [
+        (20.0, "because they grow from layer to layer: initialize smaller weights"),
+        (30.0, "normalize inputs, or initialize"),
+    ],
 )
 def test_outputs_that_are_huge_before_the_first_step_are_not_laid_to_learning_rates(first, why):
     start = {"feature_rms": {"a": first, "b": 500.0, "head": 2e4}}
@@ -246,7 +249,7 @@ def test_weights_that_all_began_too_large():
     """Usual ones multiply by 0.1 to 1.6. Beyond three times that they are told at once, and later too."""
     found = told(all_weights(7.0), *[all_weights(2.0)] * 3)
     assert [set(some) for some in found] == [{"weights_too_large"}] * 4
-    assert "large enough to multiply features by 7 or more in each layer" in found[0]["weights_too_large"].sentence
+    assert "so large that they multiply features by 7 or more" in found[0]["weights_too_large"].sentence
     assert "divide initial weights by about 12" in found[0]["weights_too_large"].sentence  # 7 / 0.6
     assert found[0]["weights_too_large"].remedy.value == pytest.approx(0.6 / 7)
     assert told(all_weights(4.7)) == [{}]
@@ -417,7 +420,7 @@ def test_clipping_that_leaves_gradients_below_eps_is_named(factor, said):
 def test_clipping_is_named_beside_slow_steps_under_sgd_where_it_takes_most_of_gradients(factor, said):
     slow = every(1e-4, "update_ratio", "update_natural", "drift_ratio") | {"summary": {"clip_factor": factor}}
     found = told(*[slow] * 16, settings=set_by("SGD"))[-1]
-    assert ("or clip gradients less: they are 1000 times" in found["rates_too_small"].sentence) == said
+    assert ("or clip gradients less: clipping makes them 1000 times" in found["rates_too_small"].sentence) == said
 
 
 @pytest.mark.parametrize(("gain", "said"), [(1.0, True), (1e-2, True), (1e-5, False), (0.0, True)])
@@ -442,7 +445,7 @@ def test_momentum_that_lasts_too_long_is_said_at_once(momentum, wrong):
     (found,) = told({}, settings=set_by("SGD", momentum=momentum))
     assert set(found) == ({"momentum"} if wrong else set())
     if momentum == 0.999:
-        assert "averages about 1000 steps" in found["momentum"].sentence
+        assert "averages gradients over about 1000 steps" in found["momentum"].sentence
         assert (found["momentum"].remedy.action, found["momentum"].remedy.value) == ("set_momentum", 0.9)
         assert (found["momentum"].quantity, found["momentum"].band) == ("", (0.0, math.inf)), "yes or no is no number"
         assert math.isnan(found["momentum"].value)

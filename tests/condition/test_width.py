@@ -142,15 +142,16 @@ def test_without_comparisons_there_is_no_finding():
 
 def test_the_sentence_has_the_numbers_of_the_settings():
     assert found([6.1] * 5).sentence == (
-        "8 times the profile's inputs at the same Adam rate, and updates 6.1 times as large: divide the learning rate "
-        "by 8 (0.001 -> 0.000125), or use SpectralLRCorrector"
+        "layers have 8 times the profile's inputs at the same Adam rate, and their updates are 6.1 times as large: "
+        "divide the learning rate by 8 (0.001 -> 0.000125), or use SpectralLRCorrector"
     )
     assert found([3.0] * 5, SGD, lr=dict.fromkeys(ROLES, 0.5)).sentence == (
-        "8 times the profile's inputs at 0.5 times its SGD rate, and updates 3 times as large: divide the learning "
-        "rate by 3 (0.4 -> 0.133), or use SpectralLRCorrector; a rate at which the loss falls may stay"
+        "layers have 8 times the profile's inputs at 0.5 times its SGD rate, and their updates are 3 times as large: "
+        "divide the learning rate by 3 (0.4 -> 0.133), or use SpectralLRCorrector; if the loss falls, "
+        "you may keep the rate"
     )
     assert "divide the learning rate by 3, or" in found([3.0] * 5, Hyperparameters()).sentence
-    assert replace(found([6.1] * 5), width=2.54).sentence.startswith("2.5 times the profile's inputs")
+    assert replace(found([6.1] * 5), width=2.54).sentence.startswith("layers have 2.5 times the profile's inputs")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_a_rule_that_fits_is_healthy(optimizer, rule):
 def test_rates_of_the_tangent_parametrization():
     found = causes("SGD", rates(adam_rule))
     assert found[NETWORK].cause == "ntk_scaling"
-    assert "learning rates go with 1/fan_in, under SGD" in found[NETWORK].sentence
+    assert "learning rates are proportional to 1/fan_in under SGD" in found[NETWORK].sentence
 
 
 def test_where_every_fan_out_is_the_same_the_right_rule_for_sgd_is_not_taken_for_another():

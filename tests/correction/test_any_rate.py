@@ -281,11 +281,11 @@ def test_what_keeps_its_rate_is_told():
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     left_out = Corrector(LRCorrection(), dissect(network).layers, [optimizer])
     assert left_out.decision.endswith(
-        "; 1 of 3 parameters, with 20% of all entries, are left out and keep their learning rates"
+        "; 1 of 3 parameters, with 20% of all entries, are not corrected and keep their learning rates"
     )
     follows = Corrector(LRCorrection(), dissect(network).layers, [optimizer], unmeasured=[network.waves])
     assert follows.decision.endswith(
-        "; 1 of 3 parameters, with 20% of all entries, are not measured and take the usual rate of the others"
+        "; 1 of 3 parameters, with 20% of all entries, are not measured and get the usual rate of the others"
     )
 
 
@@ -357,7 +357,7 @@ def test_radams_own_warmup_is_no_reason_for_larger_rates():
     ("rates", "said"),
     [
         ((0.0, 1e-3), "learning rate (0.001) counts as"),
-        ((0.0, 0.0), "every learning rate is 0: nothing is corrected until one is set"),
+        ((0.0, 0.0), "every learning rate is 0: nothing is corrected until you set one"),
     ],
 )
 def test_rates_of_zero_are_not_told(rates, said):

@@ -200,7 +200,7 @@ def test_limits_hold():
     only[3, 5] = 1.0
     network[2].weight.register_hook(lambda grad: grad * only)
     high = 2.0 * share(network, "2", "operator") / math.sqrt(96)
-    text = r"2: learning rates are held at the limit .*, should be .*: see whether gradients reach .*; wider limits="
+    text = r"2: learning rates are held at the limit .*, should be .*: check that gradients reach .*; wider limits="
     with pytest.warns(SpectralMonitorWarning, match=text) as caught:
         train(network, optimizer, probe, 30)
     assert len(caught) == 1
@@ -226,8 +226,8 @@ def test_at_the_limit_it_says_what_to_do():
     low, high = (
         limits_reached([Change("2", 1.0, 2.0, 0.1, aim, "update_natural", True)], measurement) for aim in (0.01, 0.4)
     )
-    assert "(x 2), though update_natural is 0.1, should be 0.01: see what makes the gradients of these" in low
-    assert "(x 2), though update_natural is 0.1, should be 0.4: see whether gradients reach all entries" in high
+    assert "(x 2), although update_natural is 0.1, should be 0.01: find out why the gradients of these" in low
+    assert "(x 2), although update_natural is 0.1, should be 0.4: check that gradients reach all entries" in high
     assert all(text.endswith("; wider limits=(low, high) let the correction go further") for text in (low, high))
 
 
@@ -366,7 +366,7 @@ def test_what_differs_is_named_up_to_six_layers():
     corrector = Corrector(LRCorrection("target"), dissect(network).layers, [optimizer])
     state = corrector.state_dict()
     state["units"] = {f"layer {name}": row for name, row in state["units"].items()}
-    with pytest.raises(ValueError, match=r"of other layers: 0, 0.bias, 2, 2.bias, 4, 4.bias$"):
+    with pytest.raises(ValueError, match=r"to other layers: 0, 0.bias, 2, 2.bias, 4, 4.bias$"):
         corrector.load_state_dict(state)
 
 

@@ -52,7 +52,8 @@ def test_other_losses_than_those_over_classes_leave_steps_alone(capsys):
 def test_the_first_step_has_the_part_already(count, part, monkeypatch, capsys):
     found = corrected(count).latest
     said = " ".join(capsys.readouterr().out.split())
-    line = f"{count} matrices stand in a row, without residual connections or batch norms: steps have {part:.2g} of"
+    reason = f"{count} matrices follow each other without residual connections or batch norms"
+    line = f"{reason}: steps are multiplied by {part:.2g}"
     assert (line in said) is (part < 1)
     monkeypatch.setattr(wanted, "SHALLOW", 100)
     usual = corrected(count).latest
@@ -95,7 +96,7 @@ def test_of_many_residual_branches_steps_have_the_root_of_nine_over_their_number
         probe.report_loss(loss)
         loss.backward()
     assert probe._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
-    line = f"what {count} residual branches change adds up: steps have {part:.2g} of their size"
+    line = f"the changes of {count} residual branches add up: steps are multiplied by {part:.2g}"
     assert (line in " ".join(capsys.readouterr().out.split())) is (part < 1)
     resumed = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
     resumed.load_state_dict(probe.state_dict())
@@ -156,5 +157,5 @@ def test_the_callback_sees_the_graph_of_the_loss_and_says_so_once(caplog):
     finally:
         log.removeHandler(caplog.handler)
     said = " ".join(caplog.text.split())
-    line = "8 matrices stand in a row, without residual connections or batch norms: steps have 0.25 of their size"
+    line = "8 matrices follow each other without residual connections or batch norms: steps are multiplied by 0.25"
     assert said.count(line) == said.count("the constant learning rate (0.001) counts as size") > 0

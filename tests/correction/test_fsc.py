@@ -232,8 +232,11 @@ def test_polyak_says_where_the_loss_is_not_known():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"policy": "target", "polyak": 0.0}, "polyak is for policy \"fsc\", not 'target'"),
-        ({"policy": "fsc", "polyak": math.nan}, "polyak is the loss that can be reached, a number, got nan"),
+        ({"policy": "target", "polyak": 0.0}, "polyak needs policy \"fsc\", got 'target'"),
+        (
+            {"policy": "fsc", "polyak": math.nan},
+            "polyak must be a number, the lowest loss that can be reached; got nan",
+        ),
         ({"policy": "fsc", "polyak": True}, "got True"),
     ],
 )
@@ -245,7 +248,7 @@ def test_impossible_settings_are_refused(arguments, said):
 def test_few_samples_do_not_tell_the_loss():
     network = Language()
     optimizer = torch.optim.SGD(network.parameters(), lr=LR)
-    with pytest.raises(ValueError, match="replay_samples is None, not 8"):
+    with pytest.raises(ValueError, match="set replay_samples=None, got 8"):
         SpectralProbe(network, optimizer, replay_samples=8, correction=LRCorrection("fsc", polyak=0.0), mode="correct")
     assert SpectralLRCorrector("fsc", polyak=0.0).settings.replay_samples is None
     assert SpectralLRCorrector("fsc").settings.replay_samples == "auto"

@@ -325,8 +325,8 @@ REFUSED = [
     (make_model, {"weight_decay": math.nan}, "weight_decay must be a number >= 0, got nan"),
     (make_model, {"roles": {"nothing": "operator"}}, "pattern 'nothing' matches no layer"),
     (lambda: make_model().requires_grad_(False), {}, "no parameter of Sequential requires a gradient"),
-    (lambda: nn.Sequential(nn.LazyLinear(3)), {}, "'0.weight' is not initialised"),
-    (flattened, {}, "'0.weight' is spread by FSDP around this module: give FSDP's wrapper instead"),
+    (lambda: nn.Sequential(nn.LazyLinear(3)), {}, "'0.weight' is not initialized"),
+    (flattened, {}, "'0.weight' is sharded by FSDP around this module: pass the FSDP wrapper instead"),
 ]
 
 

@@ -123,7 +123,7 @@ def test_a_loop_of_ones_own_can_tell_its_schedule():
 
 def test_a_peak_that_is_never_reached_is_said():
     probe, network, optimizer = probe_of()
-    with pytest.warns(SpectralMonitorWarning, match="falls again after 0.014, but 1 counts as its peak"):
+    with pytest.warns(SpectralMonitorWarning, match="reached only 0.014 before it fell, but 1 counts as its peak"):
         run(probe, network, optimizer, schedules.LambdaLR(optimizer, noam))
 
 

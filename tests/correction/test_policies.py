@@ -133,10 +133,10 @@ def test_what_was_not_seen_does_not_count():
     ("arguments", "said"),
     [
         ({"policy": "best"}, "valid policies: target, balance, reference, fsc"),
-        ({"policy": LRCorrection()}, "give its arguments themselves"),
+        ({"policy": LRCorrection()}, "pass its arguments directly"),
         ({"policy": "reference"}, "needs the file of a profile"),
         ({"policy": "target", "reference": "a.json"}, "no other policy takes one"),
-        ({"size": 0.0}, 'size is a positive number or "lr"'),
+        ({"size": 0.0}, 'size must be a positive number or "lr"'),
         ({"size": -0.125}, "got -0.125"),
         ({"size": math.inf}, "size"),
         ({"size": "max"}, "size"),
@@ -147,12 +147,15 @@ def test_what_was_not_seen_does_not_count():
         ({"limits": (0.5, 0.9)}, "limits"),
         ({"limits": (0.5, 1e999)}, "limits"),
         ({"limits": (0.1,)}, "limits"),
-        ({"limits": ("a", "b")}, "limits are two positive numbers around 1"),
-        ({"limits": (True, 2.0)}, "limits are two positive numbers around 1"),
-        *(({"qk_clip": clip}, "qk_clip is a positive number or None") for clip in (0.0, -1.0, math.inf, "100", True)),
+        ({"limits": ("a", "b")}, "limits must be two positive numbers around 1"),
+        ({"limits": (True, 2.0)}, "limits must be two positive numbers around 1"),
+        *(
+            ({"qk_clip": clip}, "qk_clip must be a positive number or None")
+            for clip in (0.0, -1.0, math.inf, "100", True)
+        ),
         ({"spectral_init": -1.0}, "spectral_init"),
         ({"spectral_init": math.inf}, "spectral_init"),
-        ({"spectral_init": "yes"}, 'spectral_init is True, False, "auto" or a natural norm'),
+        ({"spectral_init": "yes"}, 'spectral_init must be True, False, "auto" or a natural norm'),
     ],
 )
 def test_impossible_settings_are_refused(arguments, said):

@@ -75,15 +75,15 @@ def sharded(parameters):
 REFUSED = [
     (torch.optim.LBFGS, "LBFGS .* it reads one group before it knows the gradient, .*; use SGD, Adam or another "),
     (Quasi, "Quasi .* it reads one group before it knows the gradient"),
-    (torch.optim.Rprop, "Rprop .* it reads its learning rate at the first step only; use SGD, Adam or another "),
-    (sharded, "ZeroRedundancyOptimizer .* every process has groups of its own"),
-    (descent_without_rate, "group 0 of Descends has no learning rate to multiply: lr must be a number, is None"),
+    (torch.optim.Rprop, "Rprop .* it reads its learning rate only at the first step; use SGD, Adam or another "),
+    (sharded, "ZeroRedundancyOptimizer .* every process has its own groups"),
+    (descent_without_rate, "group 0 of Descends has no learning rate to multiply: lr must be a number, got None"),
     (lambda p: Descends(p, lr=None), "group 0 of Descends has no learning rate to multiply"),
     (lambda p: Descends(p, lr=torch.ones(2)), "group 0 of Descends has no learning rate to multiply"),
     (lambda p: Descends(p, lr=torch.ones(0)), "group 0 of Descends has no learning rate to multiply"),
-    (Renewed, "Renewed.param_groups is another list whenever it is asked for"),
-    (Copied, "Copied did not go through torch.optim.Optimizer.__init__"),
-    (NeverSetUp, "NeverSetUp did not go through torch.optim.Optimizer.__init__"),
+    (Renewed, "Renewed.param_groups is a new list at every access"),
+    (Copied, "Copied did not call torch.optim.Optimizer.__init__"),
+    (NeverSetUp, "NeverSetUp did not call torch.optim.Optimizer.__init__"),
 ]
 
 
@@ -108,7 +108,7 @@ def test_what_is_no_optimizer_or_no_parameter_is_refused():
     model = make_model()
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Sequential"):
         LRMultiplierOverride([model], {})
-    with pytest.raises(TypeError, match=r"multipliers are given by parameter, got '0.weight'"):
+    with pytest.raises(TypeError, match=r"multipliers must map parameters to numbers, got '0.weight'"):
         LRMultiplierOverride([torch.optim.SGD(model.parameters())], {"0.weight": 2.0})
 
 
@@ -204,10 +204,10 @@ IMPOSSIBLE = [
     (CountsApart, r"CountsApart cannot be .*: its step leaves 'seen' at tensor\(1.\), tensor\(2.\), tensor\(2.\)"),
     (TensorOrNumber, r"TensorOrNumber cannot be .*: its step leaves 'seen' at 1.0, tensor\(1.\), tensor\(1.\)"),
     (RemembersItsRate, "RemembersItsRate cannot be .*: its step leaves 'lr_max' at 0.037.*, 0.1, 0.2"),
-    (SetsItsRate, "SetsItsRate cannot be .*: its step leaves 'lr' at 0.01, 0.01, 0.01 where there is one group"),
+    (SetsItsRate, "SetsItsRate cannot be .*: its step leaves 'lr' at 0.01, 0.01, 0.01, which one group cannot hold"),
     (WarmsUp, "WarmsUp cannot be .*: its step leaves 'lr' at 0.025, 0.1, 0.2"),
-    (ByPlace, "ByPlace cannot be .*: given 3 groups for a step, it looked at 1"),
-    (FirstGroup, "FirstGroup cannot be .*: given 3 groups for a step, it looked at 1"),
+    (ByPlace, "ByPlace cannot be .*: of 3 groups for a step it read only 1"),
+    (FirstGroup, "FirstGroup cannot be .*: of 3 groups for a step it read only 1"),
 ]
 
 
@@ -264,7 +264,7 @@ def test_a_group_that_needs_nothing_is_not_overlooked_either():
     model = make_model()
     optimizer = ByPlace([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
     LRMultiplierOverride([optimizer], by_parameter(model, (0.37, 2.3, 1.0, 1.0))).arm()
-    with pytest.raises(RuntimeError, match="given 3 groups for a step, it looked at 2"):
+    with pytest.raises(RuntimeError, match="of 3 groups for a step it read only 2"):
         take_step(model, optimizer, 0, with_closure=True)
     assert len(optimizer.param_groups) == 2
 
@@ -311,7 +311,7 @@ def test_a_group_taken_before_the_first_closure_call_is_found_out():
     model = make_model()
     optimizer = InTurnFromTheStart(model.parameters())
     LRMultiplierOverride([optimizer], by_parameter(model, UNEVEN)).arm()
-    with pytest.raises(RuntimeError, match="given 3 groups for a step, it looked at 2"):
+    with pytest.raises(RuntimeError, match="of 3 groups for a step it read only 2"):
         take_step(model, optimizer, 0, with_closure=True)
     assert len(optimizer.param_groups) == 1
 

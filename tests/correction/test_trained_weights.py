@@ -125,7 +125,7 @@ def test_it_is_said_once(capsys):
     torch.manual_seed(0)
     corrector(CASES["a new head"][0](), steps=3)
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count("weights of 2 of 3 matrices look trained: they take 0.25 of the steps") == 1
+    assert said.count("weights of 2 of 3 matrices look pretrained: their steps are multiplied by 0.25") == 1
     corrector(CASES["new"][0](), steps=3)
     assert "look trained" not in capsys.readouterr().out
 

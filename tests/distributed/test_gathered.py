@@ -27,7 +27,7 @@ def test_who_holds_gathered_weights_is_measured_as_alone(outcomes, one):
 @pytest.mark.parametrize("one", [task("gathered.refusals", 2)], ids=str)
 def test_all_processes_refuse_to_rescale_what_is_spread(outcomes, one):
     """Though the first one has all of the first matrix, and nothing of the last."""
-    words = "is spread over processes: rescale the weights before the module is sharded"
+    words = "is sharded over processes: rescale the weights before the module is sharded"
     results = outcomes[one].get()
     assert results[0] == results[1]
     for name, sentence in zip(("up", "net.up"), results[0], strict=True):

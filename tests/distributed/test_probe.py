@@ -193,7 +193,7 @@ def test_on_another_number_of_processes_the_weights_at_the_start_are_kept(outcom
     for m in [*expected, *found]:
         m["values"].pop("feature_drift")
     assert not differences(expected, found)
-    with pytest.raises(ValueError, match="the states of no process"):
+    with pytest.raises(ValueError, match="an empty list of states"):
         probe.load_state_dict([])
 
 
@@ -214,7 +214,7 @@ REFUSED = {
     "a number out of range": (2, "data_parallel_rank must be an integer from 0 to 1, got 2"),
     "other weights": (2, r"process 1 holds other weights of up, .* make the probe when the model is wrapped"),
     "other layers": (2, r"differ|\(8, 4\)"),
-    "another state": (2, "the saved state is of other layers"),
+    "another state": (2, "the saved state belongs to other layers"),
 }
 
 

@@ -107,7 +107,7 @@ def test_other_optimizers_have_none(kind):
         optimizer.step()
     for key in KEYS:
         assert math.isnan(probe.latest.value(key, "weight"))
-        assert probe.latest.why(key, "weight") == "its optimizer keeps no exp_avg and exp_avg_sq of it"
+        assert probe.latest.why(key, "weight") == "its optimizer keeps no exp_avg and exp_avg_sq for it"
 
 
 def job(way):

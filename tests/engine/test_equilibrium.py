@@ -104,7 +104,7 @@ NONE = "it has no weight decay"
             torch.optim.NAdam,
             {"weight_decay": 0.1, "decoupled_weight_decay": True},
             "",
-            "the angle in equilibrium is known of AdamW and its kin only",
+            "the angle in equilibrium is known only for AdamW and similar optimizers",
         ),
     ],
 )

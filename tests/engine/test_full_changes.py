@@ -39,7 +39,7 @@ def test_parts_by_two_copies(low_memory):
         assert m.value("feature_change_inherited", layer) == pytest.approx(inherited, rel=1e-6), layer
         assert m.value("feature_change_joint", layer) == pytest.approx(joint, rel=1e-6), layer
         assert (layer == "first") == (inherited == joint == 0)
-    assert m.why(PARTS[0], "third").startswith("defined for a single trained matrix only")
+    assert m.why(PARTS[0], "third").startswith("defined only for a single trained matrix")
     assert m.value("feature_change_local", "first") > 0
 
 
@@ -98,7 +98,7 @@ def test_parts_of_what_is_no_plain_matrix():
             rows.append([torch.cat(parts).flatten(0, 1).detach() for parts in zip(*some, strict=True)])
         dx, W = rows[1][0] - rows[0][0], before.get_submodule(name).weight.detach().flatten(1)
         assert probe.latest.value(PARTS[0], name) == pytest.approx(rms(dx @ W.T) / rms(rows[0][1]), rel=1e-6), name
-    assert probe.latest.why(PARTS[0], "taps").startswith("defined for a single trained matrix only")
+    assert probe.latest.why(PARTS[0], "taps").startswith("defined only for a single trained matrix")
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])

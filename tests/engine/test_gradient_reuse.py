@@ -118,7 +118,7 @@ def test_two_steps_with_one_gradient_are_told_at_any_schedule():
 def test_the_first_measured_step_alone_does_not_know():
     probe = trained(clear="never", every_n_steps=2, steps=3)
     assert all(map(math.isnan, stale(probe)))
-    assert "two steps in a row" in probe.latest.why("stale_gradient", "summary")
+    assert "two measured steps in a row" in probe.latest.why("stale_gradient", "summary")
     assert stale(trained(every_n_steps=2)) == [0, 0], "but gradients that are gone are gone"
 
 
@@ -222,7 +222,7 @@ def test_a_manual_training_step_that_forgets_to_clear_is_warned_of_at_step_2(cle
         warnings.simplefilter("always")
         trainer.fit(Manual(clears), DataLoader(TensorDataset(X, Y), 16))
     said = [str(one.message) for one in told if issubclass(one.category, SpectralConditionWarning)]
-    assert [text for text in said if "step 2: a step used the gradients of the step before again" in text] == (
+    assert [text for text in said if "step 2: a step used the previous step's gradients again" in text] == (
         [] if clears else said
     )
     assert bool(said) != clears

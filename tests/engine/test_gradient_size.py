@@ -84,7 +84,7 @@ def test_numbers_are_those_of_gradients_written_out(low_memory):
         assert m.value("backward_rms", name) == pytest.approx(rms, rel=1e-6), name
     assert m.why("gradient_natural", "words") == "an embedding's inputs are one-hot"
     assert m.why("gradient_natural", "still") == "no optimizer updates it"
-    assert m.why("gradient_natural", "body.bias").startswith("a bias or gain")
+    assert m.why("gradient_natural", "body.bias").startswith("biases and gains")
 
 
 def test_weights_that_have_little_memory_have_the_same_gradients(monkeypatch):

@@ -184,8 +184,8 @@ def test_a_node_has_features_only_and_is_not_judged():
     latest = probe.latest
     node = latest["norm"]
     assert {key for key, value in node.items() if not math.isnan(value)} == {*KEYS}
-    assert latest.why("weight_norm", "norm") == "the output of a module has features only, and no weight"
-    assert latest.why("alignment", "norm") == "the output of a module has features only, and no weight"
+    assert latest.why("weight_norm", "norm") == "the output of a module has features but no weight"
+    assert latest.why("alignment", "norm") == "the output of a module has features but no weight"
     assert "norm" not in latest.states
     assert "norm" in latest.table()
     assert latest.states.keys() == {info.name for info in probe.anatomy.infos if info.is_matrix}

@@ -102,7 +102,7 @@ def test_gradients_that_may_be_zero_have_no_upper_bound():
 @pytest.mark.parametrize("samples", [1, 3])
 def test_few_samples_say_nothing(samples):
     m = measured(fresh(), *batch(samples))
-    assert m.why("noise_scale", "body") == m.why("noise_scale", "summary") == "it takes 4 samples in each process"
+    assert m.why("noise_scale", "body") == m.why("noise_scale", "summary") == "needs 4 samples in each process"
     assert math.isnan(m.summary["noise_scale_low"])
 
 
@@ -123,8 +123,8 @@ def test_layers_without_gradients_of_samples_say_so():
     gradients = separate(model, x, y)
     m = measured(model, x, y)
     for name in ("again", "wide"):
-        assert m.why("noise_scale", name).startswith("defined for a single matrix only")
-    assert m.why("noise_scale", "body.bias").startswith("a bias or gain")
+        assert m.why("noise_scale", name).startswith("defined only for a single matrix")
+    assert m.why("noise_scale", "body.bias").startswith("biases and gains")
     assert m.summary["noise_scale"] == pytest.approx(naive(torch.cat(list(gradients.values()), 1)), rel=1e-9)
 
 

@@ -49,7 +49,7 @@ def test_against_two_copies(dtype, rel, others):
     want = split(start, model, "head", tokens(0))
     assert [probe.latest.value(key, "head") for key in KEYS] == pytest.approx(want, rel=rel)
     assert min(want) > 0.02
-    assert {probe.latest.why(key, "twice") for key in KEYS} == {"it is no output layer"}
+    assert {probe.latest.why(key, "twice") for key in KEYS} == {"it is not an output layer"}
 
 
 @pytest.mark.parametrize("settings", [{"low_memory": True}, {"replay_samples": None}, {"every_n_steps": 1}], ids=str)

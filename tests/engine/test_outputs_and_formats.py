@@ -117,7 +117,7 @@ def test_a_single_key_is_what_it_is_among_others(taken, key):
 
 def test_what_there_is_not_has_a_reason(taken):
     m, _ = taken
-    assert m.why("log_z", "body") == m.why("readout_row", "words") == "it is no output layer"
+    assert m.why("log_z", "body") == m.why("readout_row", "words") == "it is not an output layer"
     assert m.why("underflow_inputs", "words") == "an embedding's inputs are one-hot"
     assert m.why("feature_kurtosis", "dead") == "undefined: it divides by a norm that is zero"
     assert m.value("underflow_weights", "dead") == 0

@@ -133,7 +133,7 @@ def test_arguments_that_cannot_be_copied_cost_the_replay_alone():
         probe, said, forwards = told(calls, Listens, replay_samples=few)
         assert forwards == [[BATCH]] * 3
         reason = "the forward of Listens cannot be run again: its arguments cannot be copied: RuntimeError: mine alone"
-        assert said == [f"{reason}; what needs the features after the step is left out"]
+        assert said == [f"{reason}; quantities that need the features after the step are not measured"]
         assert len(probe.measurements) == 3
         assert not math.isnan(probe.latest.value("feature_change_local", "first"))
         assert math.isnan(probe.latest.value("feature_change", "first"))

@@ -19,7 +19,7 @@ from tests.one_step import training_step
 
 WIDTH, BATCH, FEW = 12, 10, 4
 COMPARED = ("feature_change", "feature_drift", "bfa", "bfa_cos", "sensitivity")
-USELESS = "replay_samples is of no use"
+USELESS = "replay_samples has no effect"
 
 
 class Net(nn.Module):
@@ -238,13 +238,13 @@ UNSAFE = {
     Dropout: "draws random numbers",
     Noise: "draws random numbers",
     Statistics: "batch normalization in training mode",
-    Mixture: "the number of rows of 'experts.0' does not go by samples",
+    Mixture: "the number of rows of 'experts.0' is not proportional to the number of samples",
     Contrast: "the inputs of 'head' for some samples depend on the others",
     HiddenContrast: "the inputs of 'head' for some samples depend on the others",
     Sequence: "the inputs of 'head' for some samples depend on the others",
     Attention: f"the forward of {FEW} samples fails (RuntimeError",
     Recurrent: f"the forward of {FEW} samples fails (RuntimeError",
-    Stored: "the forward does no less for fewer samples",
+    Stored: "the forward computes just as much for fewer samples",
 }
 
 
@@ -306,14 +306,16 @@ class TrimsLater(Net):
         return h[:5] if self.number > 2 else h.relu()
 
 
-@pytest.mark.parametrize(("make", "why"), [(DrawsLater, "draws random numbers"), (TrimsLater, "called differently")])
+@pytest.mark.parametrize(
+    ("make", "why"), [(DrawsLater, "draws random numbers"), (TrimsLater, "other layers are called")]
+)
 def test_what_no_longer_holds_costs_one_step(make, why):
     """Nothing of it is measured, and all samples are run from then on."""
     whole, _, _ = trained(make, steps=5)
     probe, said, forwards = trained(make, steps=5, replay_samples=FEW)
     assert len(said) == 1
     assert why in said[0]
-    assert said[0].endswith("from the next measured step on the whole batch is run again")
+    assert said[0].endswith("from the next measured step on, the whole batch is run again")
     assert [sizes[1] for sizes in forwards] == [FEW, FEW, FEW, BATCH, BATCH]
     missing = probe.measurements[2]
     for key in ("feature_change", "bfa", "bfa_cos", "sensitivity"):

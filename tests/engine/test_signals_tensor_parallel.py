@@ -44,11 +44,11 @@ def test_two_processes_have_the_numbers_of_one_or_a_reason(tmp_path):
         for key in SAME:
             for name in LAYERS:
                 if (key, name) == ("log_z", "4"):
-                    assert whys[key, name] == "processes share out its outputs"
+                    assert whys[key, name] == "its outputs are sharded over processes"
                 else:
                     assert values[key, name] == pytest.approx(alone[key, name], rel=1e-4, nan_ok=True), (key, name)
         assert all(0 <= values[key, name] <= 1 for key in OWN for name in LAYERS)
-        assert all(whys["noise_scale", name] == "processes share out the features of a batch" for name in LAYERS)
-        assert summary == "processes share out the features of a batch"
+        assert all(whys["noise_scale", name] == "the features of a batch are sharded over processes" for name in LAYERS)
+        assert summary == "the features of a batch are sharded over processes"
         assert skipped == 0
         assert not math.isnan(alone["noise_scale", "0"])

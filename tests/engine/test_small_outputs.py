@@ -59,6 +59,6 @@ def test_no_quantity_but_their_size_depends_on_their_size(exponent, quantities):
 def test_what_does_not_fit_a_measurement_is_said_to_be_out_of_its_range(exponent):
     m, before, after = measured(exponent, "standard", torch.float64)
     assert math.isnan(m.value("feature_rms", "0"))
-    assert m.why("feature_rms", "0") == "it is too small or too large for a 32-bit number"
+    assert m.why("feature_rms", "0") == "too small or too large for a 32-bit number"
     change = (after - before).norm(dim=1) / before.norm(dim=1)
     assert m.value("feature_change", "0") == pytest.approx(float(change.mean()), rel=1e-3)

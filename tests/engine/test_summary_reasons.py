@@ -54,8 +54,8 @@ def test_whatever_is_missing_has_a_reason(make, x, quantities):
 def test_reasons_are_those_of_the_network():
     missing = reasons(Embeddings, torch.tensor([[1, 2], [3, 4]]))
     assert missing["equilibrium_steps"] == DEFAULT_REASONS["equilibrium_steps"]
-    assert missing["linearity"] == "no readout is measured"
-    assert missing["property_fl"].startswith("it takes a single readout")
+    assert missing["linearity"] == "no output layer is measured"
+    assert missing["property_fl"].startswith("needs a single output layer")
 
 
 def test_there_is_no_reason_for_a_quantity_that_does_not_exist():

@@ -92,7 +92,7 @@ def test_what_an_unknown_optimizer_moves_is_not_said_to_stand_still():
     assert probe.latest.why("update_norm", "0") == "no optimizer made a step"
     assert probe.latest.value("drift_ratio", "0") > 0
     told = {verdict.sentence for verdict in probe.latest.verdicts if verdict.cause == "nothing_trains"}
-    assert told == {"no update is seen: no optimizer made a step that is known of"}
+    assert told == {"no update is seen: no optimizer made a step that could be seen"}
 
 
 def test_an_optimizer_that_has_no_turn_is_told_from_none():
@@ -124,7 +124,7 @@ def test_a_deep_copy_corrects_every_step_as_the_original_does():
 
 def test_an_optimizer_that_is_given_twice_is_refused():
     model, optimizer = parts()
-    with pytest.raises(ValueError, match="the same Adam is given twice; give each optimizer once"):
+    with pytest.raises(ValueError, match="the same Adam is listed twice; list each optimizer once"):
         SpectralProbe(model, [optimizer, optimizer])
 
 
@@ -139,7 +139,7 @@ def test_a_step_that_is_called_like_an_optimizers_is_told_once():
     model, optimizer = parts()
     probe = SpectralProbe(model, optimizer)
     probe.step()
-    with pytest.warns(SpectralMonitorWarning, match="write `with probe.step"):
+    with pytest.warns(SpectralMonitorWarning, match="inside `with probe.step"):
         probe.step()
     probe.step()
     steps(probe, model, optimizer, 2)
@@ -149,7 +149,7 @@ def test_a_step_that_is_called_like_an_optimizers_is_told_once():
 @pytest.mark.parametrize("accumulated", [0, -1, 2.5, "a", True])
 def test_a_number_of_micro_batches_is_at_least_one(accumulated):
     probe = SpectralProbe(*parts())
-    with pytest.raises(ValueError, match=f"at least 1, got {accumulated!r}"), probe.step(accumulated=accumulated):
+    with pytest.raises(ValueError, match=f"an integer >= 1, got {accumulated!r}"), probe.step(accumulated=accumulated):
         pass
 
 
@@ -225,7 +225,7 @@ def test_that_no_optimizer_steps_is_said_as_such():
             with probe.step():
                 model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-    assert any("no update is seen: no optimizer made a step that is known of" in str(w.message) for w in said)
+    assert any("no update is seen: no optimizer made a step that could be seen" in str(w.message) for w in said)
 
 
 def lines(capsys):
@@ -238,9 +238,9 @@ def test_a_correction_says_what_it_decides_and_that_it_sees_no_loss(capsys):
     steps(probe, model, optimizer, 12)
     said = " ".join(" ".join(lines(capsys)).split())
     assert said.startswith("spectral monitor: the constant learning rate (0.01) counts as size")
-    assert said.count("steps that go too far are not noticed: ") == 1
+    assert said.count("steps that are too long cannot be noticed: ") == 1
     assert "probe.report_loss(loss, again=...)" in said
-    assert "; learning rates are corrected all the same" in said
+    assert "; learning rates are corrected nevertheless" in said
 
 
 def test_where_it_sees_the_loss_it_does_not_say_so(capsys):

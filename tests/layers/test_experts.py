@@ -186,6 +186,6 @@ def test_shapes_and_attributes_decide(model, fans):
     anatomy = dissect(model)
     found = [(i.fan_in, i.fan_out, i.blocks) for i in anatomy.infos if i.name != "head"]
     assert found == fans
-    reason = "3-D parameter of Own: which axes are inputs and outputs is not known"
+    reason = "3-D parameter of Own: it is not known which axes are inputs and outputs"
     assert {item.reason for item in anatomy.unmeasured} <= {reason}
     assert len(found) + len(anatomy.unmeasured) == sum(key != "head.weight" for key, _ in model.named_parameters())

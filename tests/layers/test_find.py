@@ -17,9 +17,9 @@ from spectral_monitor.layers.inspect_model import PART_OF
 from spectral_monitor.layers.output_layers import Operator
 from spectral_monitor.reporting.text.role_table import NOTES, role_table
 
-IN_PLACE = "readout by its place: the last operator registered"
+IN_PLACE = "output layer by its place: the last operator registered"
 PARAMETRIZED = "parametrized: the weight in use is computed from it"
-UNINITIALISED = "not initialised: run one batch through the model before"
+UNINITIALISED = "not initialized: run one batch through the model first"
 NO_CALL = "no module call to hook"
 
 
@@ -307,12 +307,12 @@ MODELS = {
             ("gain", "vector", 1, 4, 1),
             ("scale", "vector", 1, 1, 1),
         ],
-        {"three": "3-D parameter of Bare: which axes are inputs and outputs is not known"},
+        {"three": "3-D parameter of Bare: it is not known which axes are inputs and outputs"},
     ),
     "parameter lists": (
         lambda: nn.ModuleDict({"p": nn.ParameterList([torch.randn(3, 4), torch.randn(3)]), "b": nn.Bilinear(2, 3, 4)}),
         [("p.0", "operator", 4, 3, 1), ("p.1", "vector", 1, 3, 1), ("b.bias", "vector", 1, 4, 1)],
-        {"b.weight": "3-D parameter of Bilinear: which axes are inputs and outputs is not known"},
+        {"b.weight": "3-D parameter of Bilinear: it is not known which axes are inputs and outputs"},
     ),
     "parametrized": (
         lambda: nn.Sequential(
@@ -393,7 +393,7 @@ MODELS = {
             "i": "dtype torch.int64 is not real floating point",
             "c": "dtype torch.complex64 is not real floating point",
             "e": "empty",
-            "f": "dtype torch.float8_e4m3fn says nothing without its scales, which are elsewhere",
+            "f": "dtype torch.float8_e4m3fn has no meaning without its scales, which are stored elsewhere",
         },
     ),
     "tied": (tied, [("table", "embedding", 1, 4, 1), ("head", "readout", 4, 7, 1)], {}),
@@ -727,7 +727,7 @@ REFUSED = [
     (
         lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)),
         {"roles": {"0.weight": "operator"}},
-        r"roles: '0.weight' cannot be 'operator': not initialised: run one batch .*; choose ignore",
+        r"roles: '0.weight' cannot be 'operator': not initialized: run one batch .*; choose ignore",
     ),
     (mixed, {"roles": {"i": "vector"}}, r"roles: 'i' cannot be 'vector': dtype torch.int64 is not real .*; choose ign"),
     (mixed, {"roles": {"e": "vector"}}, r"roles: 'e' cannot be 'vector': empty; choose ignore"),
@@ -748,7 +748,7 @@ REFUSED = [
         r"blocks: 'weight': cannot split shape \(8, 1, 3\) into 2 blocks: .* a multiple of its 4 groups",
     ),
     (nn.ReLU, {}, r"nothing to measure in ReLU: no parameters$"),
-    (lambda: nn.LazyLinear(3), {}, r"nothing to measure in LazyLinear: not initialised: .* before \(2 parameters\)"),
+    (lambda: nn.LazyLinear(3), {}, r"nothing to measure in LazyLinear: not initialized: .* first \(2 parameters\)"),
     (two, {"roles": {"*": "ignore"}}, r"nothing to measure in ModuleDict: left out by roles \(4 parameters\)"),
     (
         two,

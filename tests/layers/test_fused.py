@@ -242,7 +242,7 @@ class Own(nn.Module):
         self.head = nn.Linear(WIDTH, 2, bias=False)
 
 
-UNKNOWN = "its name says query, key and value, but how its {} outputs are shared out is not known: one block"
+UNKNOWN = "its name says query, key and value, but the blocks of its {} outputs are not known: one block"
 
 
 @pytest.mark.parametrize(

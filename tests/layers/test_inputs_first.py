@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from spectral_monitor import inspect
 
-OWN, BESIDE = "inputs first, as its bias tells", "inputs first, as biases beside it tell"
+OWN, BESIDE = "inputs first, judging by its bias", "inputs first, judging by neighbouring biases"
 SIZES = {"attn": {"c_attn": (16, 48), "c_proj": (16, 16)}, "mlp": {"c_fc": (16, 64), "c_proj": (64, 16)}}
 
 

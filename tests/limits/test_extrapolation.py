@@ -79,8 +79,8 @@ def test_a_line_in_1_over_n_is_found_and_a_curve_is_cut():
 
 
 def test_what_cannot_be_said():
-    assert extrapolate((64, 128), [[1.0, 2.0]] * 2).reason == "2 widths, it takes 3"
+    assert extrapolate((64, 128), [[1.0, 2.0]] * 2).reason == "2 widths, at least 3 are needed"
     found = extrapolate(WIDTHS, [[1.0, 2.0, 3.0, math.nan], [1.0, 2.0, 3.0, 4.0]])
-    assert found.reason == "1 seeds with values at all widths, it takes 2"
+    assert found.reason == "1 seeds with values at all widths, at least 2 are needed"
     assert str(found).startswith("no limit: 1 seeds")
     assert math.isnan(found.value)

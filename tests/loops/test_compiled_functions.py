@@ -72,7 +72,7 @@ def same(first, second):
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_function_that_calls_the_network_is_compiled_once_more_at_most(fullgraph, every):
     plain, _, plain_count = trained(False, fullgraph=fullgraph)
-    with pytest.warns(SpectralMonitorWarning, match="the model is called inside a function that is compiled"):
+    with pytest.warns(SpectralMonitorWarning, match="the model is called inside a compiled function"):
         model, probe, count = trained(True, fullgraph=fullgraph, every=every)
     assert same(model, plain)
     assert (plain_count, count) == (1, 2)

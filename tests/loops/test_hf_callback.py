@@ -286,9 +286,9 @@ def test_from_elsewhere(tmp_path):
             r"drift is counted from here \(no starting weights of up.*spectral-monitor-\w+\.pt is missing in",
         ),
         ("torn", r"spectral_monitor_0\.pt cannot be read"),
-        ("foreign", r"spectral_monitor_0\.pt is no file of the monitor"),
-        ("a place", "is no hexadecimal SHA-256"),
-        ("other layers", "drift is counted from here .the saved state is of other layers"),
+        ("foreign", r"spectral_monitor_0\.pt was not written by the monitor"),
+        ("a place", "is not a hexadecimal SHA-256"),
+        ("other layers", "drift is counted from here .the saved state belongs to other layers"),
     ],
 )
 def test_a_state_that_does_not_fit_costs_a_warning(tmp_path, spoil, sentence):
@@ -317,7 +317,7 @@ def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path):
     found, said = run(tmp_path)
     assert {step for step, *_ in found} == {1, 2, 3, 4, 5, 6}
     assert len(said) == 1
-    assert "the checkpoint does not hold the monitor" in said[0]
+    assert "the checkpoint has no state of the monitor" in said[0]
 
 
 def test_the_run_file_names_the_model(tmp_path):

@@ -39,7 +39,7 @@ adamw = partial(optim.AdamW, lr=0.01)
 sgd = partial(optim.SGD, lr=0.05, momentum=0.9)
 cosine = partial(lr_scheduler.CosineAnnealingLR, T_max=12)
 LATER = "measured at every 5th measured step"
-TAPS = "the taps of a convolution overlap: what one adds, another may take away"
+TAPS = "the taps of a convolution overlap, so one may cancel what another adds"
 NO_BACKWARD = "no gradient arrived at its output, or more than one, or it was overwritten"
 FROZEN = "no optimizer updates it"
 NETS = {"mlp": (partial(zoo.mlp, dropout=0.2), "rows"), "cnn": (zoo.cnn, "images")}

@@ -128,7 +128,7 @@ def in_a_dataclass():
 def test_iterators_are_not_used_up(make, argument, part, name, layer):
     probe, said = compared(make, argument, part)
     sentence = f"the forward of {name} cannot be run again: that would use up an iterator (generator)"
-    assert said == [f"{sentence}; what needs the features after the step is left out"]
+    assert said == [f"{sentence}; quantities that need the features after the step are not measured"]
     for m in probe.measurements:
         for key in ("feature_change", "bfa", "sensitivity"):
             assert math.isnan(m.value(key, layer))

@@ -205,7 +205,7 @@ def test_originals_of_several_optimizers():
             optimizer.step()
     for key in ("lr", "update_norm", "update_ratio", "contribution"):
         assert math.isnan(probe.latest.value(key, "2"))
-        assert probe.latest.why(key, "2") == "several optimizers step the parameters it is computed from"
+        assert probe.latest.why(key, "2") == "several optimizers update the parameters it is computed from"
         assert probe.latest.value(key, "0") != 0
     assert probe.latest.value("weight_norm", "2") > 0
     change = sum(float((p.grad * (p.detach() - was)).sum()) for p, was in zip(model.parameters(), old, strict=True))

@@ -111,7 +111,7 @@ def test_nothing_is_healthy_where_nothing_was_judged(states):
     lost = replace(measured(), states=states, values=nan, reasons={"*/*": "NaN"}, bands={})
     assert headline(lost) == "not judged: NaN"
     assert headline(replace(lost, values={}, states={})).startswith("not judged: none of update_natural, ")
-    assert headline(replace(measured(), states={}, summary={})) == "not judged: no judge has seen this measurement"
+    assert headline(replace(measured(), states={}, summary={})) == "not judged: this measurement was not judged"
     assert headline(Measurement(5, (), {}, {"violations": 0.0}, states={})).startswith("not judged")
 
 
@@ -121,7 +121,7 @@ def test_files_of_earlier_versions():
     assert headline(old) == "all 75 layers healthy"
     assert headline(replace(old, verdicts=(replace(root(), layers=()),))).startswith("1 of 75 layers off: h.7.mlp.c_fc")
     old.values["update_natural"][3] = 0.9
-    assert headline(old) == "74 of 75 layers healthy, 1 outside the limits just now, which counts once it lasts"
+    assert headline(old) == "74 of 75 layers healthy, 1 outside the limits just now (off only if it lasts)"
     only = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
     one = Measurement(5, only, {"update_natural": torch.ones(1)}, {"violations": 0.0})
     assert headline(one) == "the only layer is healthy"

@@ -198,7 +198,7 @@ def test_a_line_that_could_not_be_written_in_full_is_left_out(tmp_path, monkeypa
 def test_a_file_that_is_not_ours_is_refused(tmp_path, text):
     path = tmp_path / "run.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"run.jsonl', line 1: not what spectral_monitor writes"):
+    with pytest.raises(ValueError, match=r"run.jsonl', line 1: not written by spectral_monitor"):
         list(read_measurements(path))
 
 
@@ -209,7 +209,7 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path):
     lines = sink.path.read_text().splitlines()
     lines[2] = lines[2][:50]
     sink.path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match="line 3: not what spectral_monitor writes"):
+    with pytest.raises(ValueError, match="line 3: not written by spectral_monitor"):
         list(read_measurements(sink.path))
 
 

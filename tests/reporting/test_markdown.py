@@ -93,7 +93,7 @@ def test_all_is_well():
 
 
 def test_nobody_has_judged():
-    assert read(overhead_ms=3.0).paragraphs == ["Step 500: not judged: no judge has seen this measurement"]
+    assert read(overhead_ms=3.0).paragraphs == ["Step 500: not judged: this measurement was not judged"]
 
 
 def test_outside_is_not_called_inside_before_there_is_a_verdict():
@@ -101,7 +101,7 @@ def test_outside_is_not_called_inside_before_there_is_a_verdict():
     for value, many in ((1.9, 0), (2.1, 1), (0.4, 1), (math.nan, 0)):
         told = read(values={"update_natural": torch.tensor([1.0, value, 1.0])}, bands=band).paragraphs
         inside = "Step 500: all 3 layers healthy"
-        passing = "Step 500: 2 of 3 layers healthy, 1 outside the limits just now, which counts once it lasts"
+        passing = "Step 500: 2 of 3 layers healthy, 1 outside the limits just now (off only if it lasts)"
         assert told == [passing if many else inside], value
 
 

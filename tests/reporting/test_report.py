@@ -106,7 +106,7 @@ def test_the_answer_names_the_layers_and_what_to_do():
     page = page_of(*RUN[:2], measured(30, verdict("head"), verdict("blocks.0.mlp", sentence="mend <it>")))
     assert "2 of 4 layers off: head, blocks.0.mlp; 2 healthy" in page.text
     assert page.text.index("head : divide its learning rate") < page.text.index("blocks.0.mlp : mend <it>")
-    assert "What is off at step 30 layer quantity value should be for cause what it likely is" in page.text
+    assert "What is off at step 30 layer quantity value should be for cause likely cause" in page.text
     row = "head update_natural 9.00\xa0↑ 0.06 .. 4 120 steps, 7 measurements lr too large divide its learning rate"
     assert row.replace("\xa0", " ") in page.text.replace("\xa0", " ")
     assert ("class", "off") in page.attributes
@@ -144,7 +144,7 @@ def test_a_network_that_diverged_is_the_answer_and_pictures_are_of_the_last_heal
     lost = gpt.measured(roots=[gpt.of_network()], not_judged=dict.fromkeys(gpt.MATRICES, "NaN"))
     page = page_of(gpt.measured(40), replace(lost, values=values))
     assert "Diverged at step 40: the loss is NaN" in page.text
-    assert "What follows is of step 40, the last that could be judged: all 75 layers healthy" in page.text
+    assert "The rest of the page shows step 40, the last that could be judged: all 75 layers healthy" in page.text
     assert "the whole network 20 steps, 2 measurements diverged" in " ".join(page.text.split())
     assert ("class", "off") in page.attributes
 
@@ -160,18 +160,18 @@ def test_where_nothing_could_be_judged_nothing_is_called_inside():
     lost = measured(30, values=values, bands={"update_natural": torch.full((5, 3), math.nan)}, reasons={"*/*": "NaN"})
     page = page_of(*RUN[:1], measured(20, verdict("head")), lost)
     assert "Not judged: NaN" in page.text
-    assert "What follows is of step 20, the last that could be judged" in page.text
+    assert "The rest of the page shows step 20, the last that could be judged" in page.text
     assert "1 of 4 layers off: head; 3 healthy" in page.text
     assert "All layers at step 20" in page.text
     assert "All 4 layers healthy" not in page.text
     assert "head update_natural 9.00" in page.text
     nobody = page_of(replace(RUN[0], summary={}, bands={}))
-    assert "Not judged: no judge has seen this measurement" in nobody.text
+    assert "Not judged: this measurement was not judged" in nobody.text
 
 
 def test_layers_that_were_outside_earlier_are_named():
     page = page_of(*RUN[:2], replace(RUN[2], flags={"head": 0.0, "blocks.0.mlp": 1.0}))
-    assert "Off earlier, not any more: head ." in page.text
+    assert "Off earlier, now recovered: head ." in page.text
 
 
 def test_curves_are_the_measured_values_of_matrices():
@@ -227,7 +227,7 @@ def test_a_quantity_on_a_slower_clock_has_its_own_steps():
     assert page.lines("feature_drift")["head"]["y"] == [4 * step for step in steps]
     drawn = len(page.steps["update_natural"])
     assert 128 < drawn <= 257
-    assert f"600 measurements, steps 1 to 600 Pictures and curves show {drawn} of them, evenly." in page.text
+    assert f"600 measurements, steps 1 to 600 Heatmaps and curves show {drawn} of them, evenly spaced." in page.text
 
 
 def test_gaps_stay_gaps():
@@ -370,7 +370,7 @@ def test_the_foot():
     foot = page.text.split(f"spectral_monitor {__version__}")[1]
     assert "3 measurements, steps 10 to 30" in foot
     assert "of them, evenly" not in foot
-    again = "2 measurements were taken again, after a resumption or by another run into the same file"
+    again = "2 measurements were repeated, after a resumption or by another run into the same file"
     assert f"{again}; the later ones are shown." in foot
     assert "It <rained>." in foot
 
@@ -389,7 +389,7 @@ def test_other_layers_before_are_left_out():
     before = Measurement(10, LAYERS[:1], {"update_natural": torch.ones(1)}, {"violations": 0.0})
     page = page_of(before, *RUN[1:])
     assert page.steps["lr"] == [20, 30]
-    assert "1 earlier measurements are of other layers and left out." in page.text
+    assert "1 earlier measurements belong to other layers and are left out." in page.text
 
 
 def test_nothing_to_report_on(tmp_path):
@@ -485,6 +485,6 @@ def test_a_very_deep_network():
     assert len(page.lines("lr")) == 120
     assert "blocks.20.a" in page.lines("lr")
     assert {"first", "head"} <= set(page.lines("lr")), "both ends of the network"
-    assert "Of 1000 layers 120 are drawn, evenly, with the output layer and those that are off." in page.text
+    assert "120 of 1000 layers are drawn, evenly spaced, plus the output layer and those that are off." in page.text
     assert len(page.heatmap("feature_change")["z"]) == 1000
     assert len(page.steps["feature_change"]) <= 41

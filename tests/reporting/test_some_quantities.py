@@ -72,7 +72,7 @@ def test_tables_have_what_was_measured(run):
     assert text.startswith("spectral monitor, step 25: 1 of 5 layers off: 2; 4 healthy"), "as it was at step 24"
     assert "|dW| nat" not in text
     assert "dh/h" in text
-    assert "its learning rate is 0.001, that of the other layers 1e-05, with which they" in " ".join(text.split())
+    assert "its learning rate is 0.001, that of the other layers 1e-05, at which they" in " ".join(text.split())
     assert "update_natural" not in measurement_table(run[-2])
     assert verdict_markdown(last).startswith("**Step 25: 1 of 5 layers off: 2; 4 healthy")
     assert "not judged: none of update_natural, " in measurement_table(measurement(keys=("feature_rms",), banded=()))
@@ -157,7 +157,7 @@ def test_the_report_answers_by_the_last_step_that_was_judged(run):
     page = report(run)
     assert "1 of 5 layers off: 2; 4 healthy" in page
     assert "All layers at step 24" in page
-    assert "What follows is of step 24, the last that could be judged" in page
+    assert "The rest of the page shows step 24, the last that could be judged" in page
     assert "Not measured:" not in page
     alignment = run[-1].summary["final_layer_alignment"]
     assert math.isfinite(alignment)

@@ -33,7 +33,7 @@ def column(measurement, title):
 
 
 def test_nothing_is_said_where_nobody_has_judged():
-    assert table()[0] == "spectral monitor, step 500: not judged: no judge has seen this measurement"
+    assert table()[0] == "spectral monitor, step 500: not judged: this measurement was not judged"
     assert measurement_rows(measured()).state == "not judged"
 
 
@@ -47,7 +47,7 @@ def test_all_is_well():
 @pytest.mark.parametrize(("error", "said"), [(0.29, False), (0.66, True), (math.nan, False)])
 def test_changes_of_features_that_are_uncertain_say_so(error, said):
     last = table(feature_error=error, loss_change_predicted=-0.1)[-1]
-    assert ("dh/h of few samples, off by up to 66 %" in last) == said
+    assert ("dh/h from few samples, error up to 66 %" in last) == said
 
 
 def test_offenders_come_first_with_an_arrow_and_a_sentence():

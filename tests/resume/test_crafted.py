@@ -12,8 +12,8 @@ from tests.resume.resuming import assert_drift_is_from, change, monitor, resumed
 
 PRINT = "0123456789abcdef" * 4
 NO_FILE = "the checkpoint names no file of the monitor"
-NO_HASH = "is no hexadecimal SHA-256"
-NO_PATH = "is no absolute path on this machine"
+NO_HASH = "is not a hexadecimal SHA-256"
+NO_PATH = "is not an absolute path on this machine"
 CRAFTED = {
     "nothing": (None, NO_FILE),
     "a list": ([PRINT], NO_FILE),

@@ -107,7 +107,7 @@ def test_a_state_that_is_refused(tmp_path, kind):
     with pytest.warns(SpectralMonitorWarning, match=match) as caught:
         module = resumed(path, watch)
     (text,) = said(caught)
-    assert text.startswith("resumed at step 6: everything is counted from here")
+    assert text.startswith("resumed at step 6: all measurements start again here")
     assert_drift_is_from(weights_in(path), watch, module)
     assert not math.isnan(watch.measurements[0].value("feature_drift", "net.0")), "measured afresh"
 
@@ -164,9 +164,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("spectral_monitor.state.side_files.write", full)
-    with pytest.warns(
-        SpectralMonitorWarning, match=r"drift will be counted from there \(OSError: no space left\)"
-    ) as caught:
+    with pytest.warns(SpectralMonitorWarning, match=r"counts drift from there \(OSError: no space left\)") as caught:
         _, path = saved(tmp_path, every=2)
     assert len(said(caught)) == 1
     assert path.is_file()

@@ -216,7 +216,7 @@ def test_autocast_is_that_of_the_call():
     ("change", "match"),
     [
         (lambda m: delattr(m, "norm"), "has no module 'norm'"),
-        (lambda m: setattr(m, "own", 3), "own is not a random generator any more"),
+        (lambda m: setattr(m, "own", 3), "own is no longer a random generator"),
         (lambda m: setattr(m, "meter", 3), "meter is a int, was a Meter"),
         (lambda m: setattr(m, "recent", None), "recent is a NoneType, was a deque"),
     ],

@@ -134,7 +134,7 @@ def test_a_word_that_was_not_met_is_looked_at_after_it_too():
     rest = Run().load(first.state())
     assert [len(sizes) for sizes in rest.train(range(2, 4), "slanted")] == [4, 2]
     assert rest.train([4], "plain") == [[8, FEW]]
-    with pytest.warns(SpectralMonitorWarning, match="replay_samples is of no use: the inputs of 'head'"):
+    with pytest.warns(SpectralMonitorWarning, match="replay_samples has no effect: the inputs of 'head'"):
         rest.train([5], "centred")
 
 
@@ -148,7 +148,7 @@ def test_where_the_first_samples_will_not_do_all_are_run_and_that_is_said_again(
         warnings.simplefilter("always", SpectralMonitorWarning)
         assert rest.train(range(2, 5), "plain") == [[8, 8]] * 3, "as the run that was not interrupted"
     (text,) = said(caught)
-    assert text.startswith("replay_samples is of no use: an earlier part of this run")
+    assert text.startswith("replay_samples has no effect: an earlier part of this run")
     whole = Run(samples=None)
     whole.train(range(2), "centred")
     whole.train(range(2, 5), "plain")

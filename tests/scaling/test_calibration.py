@@ -502,17 +502,17 @@ def weight_normed():
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (lambda: nn.Sequential(nn.LayerNorm(8)), "no readout"),
+        (lambda: nn.Sequential(nn.LayerNorm(8)), "no output layer"),
         (Tied, "'head', shares its weight with 'tok'.*untie"),
-        (lambda: nn.Sequential(*zeroed(4), Nothing()), "readout, '4', is zero and has no gradient: draw it"),
-        (lambda: zeroed(2), "'2' puts out features of RMS 0.0"),
-        (lambda: frozen(4), "readout, '4', is frozen"),
-        (lambda: frozen(0, 2), "readout, '4', is given what no trained weight leads to"),
+        (lambda: nn.Sequential(*zeroed(4), Nothing()), "output layer, '4', is zero and has no gradient: initialize it"),
+        (lambda: zeroed(2), "the outputs of '2' have RMS 0.0"),
+        (lambda: frozen(4), "output layer, '4', is frozen"),
+        (lambda: frozen(0, 2), "output layer, '4', has inputs that depend on no trained weight"),
         (weight_normed, "'2' cannot be scaled: its weight is computed from others.*ignore"),
         (Recurrent, "'rnn.weight_ih_l0' cannot be scaled: no module call to hook.*ignore"),
-        (biased, "'2' cannot be scaled: with a factor on its weight .*ignore"),
-        (Around, "'head', is given carries .* of the loss decrease"),
-        (Cosine, "no scale of the readout, 'head', gives Eq. 7"),
+        (biased, "'2' cannot be scaled: its outputs should have RMS 1 .*ignore"),
+        (Around, "'head', carry .* of the loss decrease"),
+        (Cosine, "no scale of the output layer, 'head', satisfies Eq. 7"),
         (lambda: nn.ModuleDict({"spare": nn.Linear(3, 3), "net": perceptron(3, 16)}), "'spare' is not called"),
     ],
 )
@@ -538,14 +538,14 @@ def test_refused_arguments():
         calibrate(module, [batches[0][:1]])
     with pytest.raises(ValueError, match=r"pattern 'head' matches no layer"):
         calibrate(module, batches, loss=squared_error, roles={"head": "readout"})
-    with pytest.raises(ValueError, match="several readouts"):
+    with pytest.raises(ValueError, match="several output layers"):
         calibrate(module, batches, loss=squared_error, roles={"2": "readout", "4": "readout"})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_refused_precision(dtype):
     module, batches = perceptron(3, 32).to(dtype), [tuple(tensor.to(dtype) for tensor in regression(6)[0])]
-    with pytest.raises(ValueError, match=f"'4', is given {dtype}, too coarse.*float32 or float64"):
+    with pytest.raises(ValueError, match=f"'4', are {dtype}, too coarse.*float32 or float64"):
         calibrate(module, batches, loss=squared_error)
 
 

@@ -167,7 +167,7 @@ def test_a_sweep_over_depths_has_predictions():
     assert math.isnan(predicted["out", "feature_rms"])
     start = {(s.layer, s.quantity): s.predicted for s in result.at(1).slopes}
     assert start["out", "feature_rms"] == pytest.approx(slope_of((6, 10, 18), 0.5))
-    assert "predictions against depth are of one sample" in str(result)
+    assert "predictions against depth are for one sample" in str(result)
 
 
 def slope_of(numbers, power):

@@ -64,8 +64,8 @@ def test_what_is_left_out():
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ([[1.0, 2.0, math.nan]], "values at 2 sizes only, a slope needs 3"),
-        ([[1.0, math.nan, math.nan], [math.nan, 2.0, math.inf]], "values at 1 sizes only, a slope needs 3"),
+        ([[1.0, 2.0, math.nan]], "values at only 2 sizes, a slope needs 3"),
+        ([[1.0, math.nan, math.nan], [math.nan, 2.0, math.inf]], "values at only 1 sizes, a slope needs 3"),
         ([[math.nan] * 3], "no values"),
         ([[0.0, -1.0, math.inf]], "no values"),
     ],
@@ -77,4 +77,4 @@ def test_too_few(values, reason):
 
 
 def test_sizes_that_are_the_same_are_one():
-    assert fit_slope([64, 64, 128], [[1.0, 2.0, 4.0]]).reason == "values at 2 sizes only, a slope needs 3"
+    assert fit_slope([64, 64, 128], [[1.0, 2.0, 4.0]]).reason == "values at only 2 sizes, a slope needs 3"

@@ -189,7 +189,7 @@ def test_depth():
     for point, value in zip(result.points, last.values, strict=True):
         assert point.measurements[-1].value("weight_natural", f"blocks.{point.key.depth - 1}") == pytest.approx(value)
     middle = of(result, "blocks.* (middle)", "weight_natural")
-    assert middle.fit.reason == "values at 2 sizes only, a slope needs 3"
+    assert middle.fit.reason == "values at only 2 sizes, a slope needs 3"
     assert middle.excluded == ("depth 2: there is no such layer",)
     for point in result.points[1:]:
         found = middle.values[middle.sizes.index(point.key.depth)]
@@ -449,7 +449,7 @@ def test_a_point_can_be_asked():
     point = quiet(quantities=NATURAL, steps=2).points[0]
     assert isinstance(point, Point)
     assert len(point.losses) == 2
-    assert point.at(2).table().startswith("spectral monitor, step 2: not judged: no judge has seen this measurement")
+    assert point.at(2).table().startswith("spectral monitor, step 2: not judged: this measurement was not judged")
     assert point.at(7) is None
 
 

@@ -255,7 +255,7 @@ SPAWNS = functools.partial(ProcessPoolExecutor, mp_context=multiprocessing.get_c
         ),
         (lambda: "dask", {}, "executor is a str: give an object with submit"),
         (lambda: ProcessPoolExecutor, {}, "executor is the class ProcessPoolExecutor: give an object with submit"),
-        (Mailing, {"processes": 2}, "processes= and executor= are two ways to say where points run"),
+        (Mailing, {"processes": 2}, "processes= and executor= both set where points run"),
         (
             Mailing,
             {"make_module": lambda width: Noisy(width)},

@@ -88,7 +88,7 @@ def test_offenders_come_first():
         *["grows", "like", "width^1.00"],
     ]
     assert foot.startswith("slope: s in value ~ width^s")
-    assert one.startswith("one seed: intervals are from the residuals")
+    assert one.startswith("one seed: intervals come from the residuals")
 
 
 def test_with_predictions():
@@ -120,12 +120,12 @@ def test_diverged_points_are_left_out():
 def test_never_a_slope_through_two_points():
     failures = {(width, 0): "the loss is inf at step 2" for width in (256, 512)}
     result = found([[power(1)]], failures=failures)
-    assert result.slopes[0].fit.reason == "values at 2 sizes only, a slope needs 3"
+    assert result.slopes[0].fit.reason == "values at only 2 sizes, a slope needs 3"
     assert math.isnan(result.slopes[0].fit.slope)
     assert "0 of 1 flat, 1 without a slope, none off" in result.table()
     assert "no slope: values at 2 sizes only" in result.table()
     every = found([[power(1)]], failures={(width, 0): "the loss is inf at step 2" for width in WIDTHS})
-    assert every.table().splitlines()[0].endswith("no slope, for all points are left out")
+    assert every.table().splitlines()[0].endswith("no slope, because all points are left out")
     assert not every.slopes
 
 

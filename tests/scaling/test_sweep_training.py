@@ -200,7 +200,7 @@ class ByHand(Known):
 
 
 def test_nothing_says_how_to_train():
-    with pytest.raises(ValueError, match=r"nothing says how to train: give parametrization= and lr=, or the module"):
+    with pytest.raises(ValueError, match=r"there is no optimizer: set parametrization= and lr=, give the module"):
         quiet(Bare, ones)
     with pytest.raises(ValueError, match="optimizes by hand"):
         quiet(ByHand, ones)
@@ -243,7 +243,7 @@ def test_arguments(kwargs, message):
         (7, "data is of type int: give a DataLoader"),
         ([], "data has no batch"),
         (lambda seed: 7, r"data\(seed\) returned a int"),
-        (lambda seed: iter([torch.ones(1, 4)]), "data came to its end after 1 batches, and can be read only once"),
+        (lambda seed: iter([torch.ones(1, 4)]), "data ended after 1 batches, and can be read only once"),
     ],
 )
 def test_no_data(data, message):

@@ -360,11 +360,11 @@ def test_all_refuse_what_one_cannot_measure(launch):
             at = message.index(word, at)
     for key, word in (
         ("kernel", "along a dimension of the kernel (Shard(2) on"),
-        ("partial", "known are Replicate and Shard"),
+        ("partial", "supported are Replicate and Shard"),
     ):
         assert all(word in result[key] for result in found), key
-    assert all("0 is spread" in result["kernel"] for result in found)
-    assert all("known are Replicate and Shard" in result["partial alone"] for result in found)
+    assert all("0 is sharded" in result["kernel"] for result in found)
+    assert all("supported are Replicate and Shard" in result["partial alone"] for result in found)
     assert {result["same"] for result in found} == {result["leading 1"] for result in found} == {""}
     assert [result["one fails"] for result in found] == [f"process {last}: {last} has none"] * last + [
         f"{last} has none"

@@ -126,7 +126,7 @@ def test_parts_along_any_dimension_make_the_whole(name, count):
         reasons = {unfit(layout, extent) for extent in extents if extent.count}
         assert len(reasons) == 1
         expected = "grouped transposed" if "grouped" in name and layout.kind == "conv_transposed" else "dimension of"
-        assert ("spread twice" if layout.kind == "vector" else expected) in reasons.pop()
+        assert ("sharded twice" if layout.kind == "vector" else expected) in reasons.pop()
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if len(CASES[name][1]) > 1 and "vector" not in name])

@@ -110,16 +110,17 @@ def test_a_lightning_module_needs_nothing_else():
         ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
         ({"optimizer": None}, TypeError, "check needs an optimizer"),
         ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer"),
-        ({"loss": None}, ValueError, "give check\\(model, \\(inputs, targets\\), optimizer, loss\\)"),
+        ({"loss": None}, ValueError, "call check\\(model, \\(inputs, targets\\), optimizer, loss\\)"),
         ({"loss": 3}, TypeError, "loss must be a function"),
         ({"batch": torch.ones(3)}, TypeError, "batch must be \\(inputs, ..., targets\\), got Tensor"),
         (
             {"loss": None},
             TypeError,
-            "Sequential was called with the batch's parts as arguments and failed .*positional.*: give check\\(model, "
-            "\\(inputs, targets\\), optimizer, loss\\).*\\(batch,\\) a single one, and a mapping keywords",
+            "Sequential was called with the parts of the batch as arguments and failed .*positional.*: call "
+            "check\\(model, \\(inputs, targets\\), optimizer, loss\\).*\\(batch,\\) as a single argument "
+            "and a mapping as keywords",
         ),
-        ({"batch": iter([])}, TypeError, "give next\\(iter\\(loader\\)\\)"),
+        ({"batch": iter([])}, TypeError, "pass next\\(iter\\(loader\\)\\)"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, ValueError, "holds no parameter of the model"),
         ({"roles": {"elsewhere": "readout"}}, ValueError, "matches no layer"),
     ],

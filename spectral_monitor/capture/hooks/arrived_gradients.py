@@ -113,7 +113,7 @@ class ArrivedGradients:
     @torch.no_grad()
     def _ended(self, number: int) -> None:
         """Take the norms of the gradients of a pass, and of the passes inside it (checkpoints, for example)."""
-        with self._harmless("looking at gradients that have arrived"):
+        with self._harmless("reading gradients that have arrived"):
             arrived = [p for p, latest in self._reached.items() if latest >= number]
             dense = [p for p in (*arrived, *self._sharded) if p.grad is not None and not p.grad.is_sparse]
             for p in arrived:

@@ -39,7 +39,7 @@ class AttentionCall:
         """
         tensors = {name: x for name, guarded in self.tensors.items() if (x := guarded.get()) is not None}
         if len(tensors) < len(self.tensors):
-            raise ValueError("its queries, keys or outputs were overwritten")
+            raise ValueError("its queries, keys or outputs were overwritten in place")
         return tensors
 
 

@@ -87,7 +87,7 @@ class GradientReuse:
 
     def _arrive(self, key: int, _: Any) -> None:
         """Look at the gradient that a new one will be added to."""
-        with self._harmless("looking at gradients that were not cleared"):
+        with self._harmless("checking for gradients that were not cleared"):
             gradient, reuse = self._parameters[key].grad, self._reuse.get(key)
             new = torch.zeros((), device=self._parameters[key].device)
             if gradient is None or gradient.is_sparse:

@@ -15,8 +15,8 @@ Closure = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 STEPPED_AGAIN = (
-    "an optimizer stepped more than once in what was measured as one step: updates, gradients and learning rates are "
-    "those of its last step. In a loop of your own, give each of its steps a probe.step() of its own"
+    "an optimizer stepped more than once in one measured step: updates, gradients and learning rates are those of its "
+    "last step. In a loop of your own, put each optimizer step into its own `with probe.step():`"
 )
 
 

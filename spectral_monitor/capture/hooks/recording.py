@@ -39,10 +39,10 @@ Foresight = Callable[[Any], BatchSlice | None]
 
 TRANSFORMED, NOT_A_PRODUCT, BORROWED, NESTED = 1, 2, 3, 4
 WHY_HIDDEN = {
-    TRANSFORMED: "called inside a transform of torch.func, where its features cannot be seen",
+    TRANSFORMED: "called inside a torch.func transform, where its features cannot be seen",
     NOT_A_PRODUCT: UNFIT,
-    BORROWED: "called with other parameters than its own, as by torch.func.functional_call",
-    NESTED: "its outputs are a sparse or nested tensor, of which no rows are taken",
+    BORROWED: "called with parameters other than its own, as by torch.func.functional_call",
+    NESTED: "its outputs are a sparse or nested tensor, whose rows cannot be sampled",
 }
 """Why features of a layer's calls cannot be recorded, by the number that processes send each other."""
 

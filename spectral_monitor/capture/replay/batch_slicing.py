@@ -68,7 +68,7 @@ def _wraps_dict(value: Any) -> bool:
 def _copied(value: Any) -> Any:
     container = copy.copy(value)
     if container is value:
-        raise TypeError(f"a copy of a {type(value).__name__} is itself")
+        raise TypeError(f"a {type(value).__name__} cannot be copied")
     return container
 
 

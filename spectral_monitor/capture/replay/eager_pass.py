@@ -99,14 +99,16 @@ class OutputGradients:
         """
         tensors = _distinct(output)
         if len(tensors) != len(self._gradients):
-            raise ValueError(f"it returns {len(tensors)} tensors, and returned {len(self._gradients)} before")
+            raise ValueError(f"it returned {len(self._gradients)} tensors before and now returns {len(tensors)}")
         ends = []
         for x, guarded in zip(tensors, self._gradients, strict=True):
             if guarded is None:
                 continue
             gradient = guarded.get()
             if gradient is None or x.grad_fn is None:
-                raise ValueError("gradients of what it returned were overwritten, or lead nowhere now")
+                raise ValueError(
+                    "the gradients of its outputs were overwritten, or its outputs no longer depend on any weight"
+                )
             ends.append((x, _part(gradient, x, portion).to(x)))
         _send(ends, arrivals)
 
@@ -164,7 +166,7 @@ def _part(gradient: Tensor, output: Tensor, portion: BatchSlice | None) -> Tenso
         return gradient * (portion.samples / portion.batch) if portion is not None and not output.ndim else gradient
     by_samples = portion is not None and output.ndim and len(gradient) * portion.samples == len(output) * portion.batch
     if not by_samples or gradient.shape[1:] != output.shape[1:]:
-        raise ValueError(f"it returns {tuple(output.shape)}, and returned {tuple(gradient.shape)} before")
+        raise ValueError(f"it returned shape {tuple(gradient.shape)} before and now returns {tuple(output.shape)}")
     return gradient[: len(output)]
 
 

@@ -39,7 +39,7 @@ class Graph:
 def sees_all_modules() -> str:
     """Return the reason why backward passes would be noticed by global hooks; empty if there are none."""
     global_hooks = hooked._global_backward_hooks or hooked._global_backward_pre_hooks
-    return "a backward hook on all modules would see the backward passes that it takes" if global_hooks else ""
+    return "a backward hook on all modules would see the extra backward passes" if global_hooks else ""
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from spectral_monitor.state.dtensor import local_part
 ROUNDINGS = 64
 """Roundings by which outputs may differ that were computed with another number of rows at a time."""
 
-NOT_BY_SAMPLES = "the number of rows of {!r} does not go by samples"
-CALLED_DIFFERENTLY = "without the other samples, layers are called differently"
-NO_LESS = "the forward does no less for fewer samples"
+NOT_BY_SAMPLES = "the number of rows of {!r} is not proportional to the number of samples"
+CALLED_DIFFERENTLY = "without the other samples, other layers are called"
+NO_LESS = "the forward computes just as much for fewer samples"
 
 
 def _rows(x: Tensor | None, layer: Layer) -> Tensor | None:

@@ -28,8 +28,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _compare,
         "compare",
-        "Print one quantity of every layer in two runs and the ratio B / A, the largest difference first,\n"
-        "at the last step that both have measured. The first line names the layer to look at.",
+        "Compare one quantity of every layer in two runs at the last step that both have measured: values and\nthe "
+        "ratio B / A, the largest difference first. The first line names the layer to look at.",
         "examples:\n  spectral-monitor compare lightning_logs/version_0 lightning_logs/version_1\n"
         "  spectral-monitor compare good bad --quantity feature_change -o both.html",
     )
@@ -38,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--quantity", metavar="KEY", help=f"default: {JUDGED_BY[0]}")
     add_layer(parser)
     parser.add_argument("--step", type=int, metavar="N", help="the measurements of this optimizer step")
-    parser.add_argument("--all", action="store_true", help=f"a row for every layer, not for {MAX_ROWS} of them")
+    parser.add_argument("--all", action="store_true", help=f"a row for every layer, not only for {MAX_ROWS}")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write a page with the curves of both; needs plotly"
     )
@@ -139,7 +139,7 @@ def _pair(
         shared = common[-1] if step is None else step
         return a_steps[shared], b_steps[shared], f"step {shared}"
     a_last, b_last = max(a_steps), max(b_steps)
-    return a_steps[a_last], b_steps[b_last], f"step {a_last} of A and {b_last} of B, for they share none"
+    return a_steps[a_last], b_steps[b_last], f"step {a_last} of A and step {b_last} of B, because they share no step"
 
 
 def _values(a: Measurement, b: Measurement, key: str) -> dict[str, tuple[float, float]]:

@@ -24,15 +24,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _export,
         "export",
-        f"Write a row for each number: {', '.join(COLUMNS)}. Numbers that are NaN have no row.\n"
-        "Parquet needs pandas and pyarrow.",
+        f"Write one row per number: {', '.join(COLUMNS)}. NaN has no row. Parquet needs pandas and pyarrow.",
         "examples:\n  spectral-monitor export lightning_logs > run.csv\n"
         "  spectral-monitor export lightning_logs -o run.parquet --quantity update_natural",
     )
     add_run(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".csv or .parquet; CSV on stdout without it")
     add_layer(parser)
-    parser.add_argument("--quantity", metavar="PATTERN", help="these quantities only")
+    parser.add_argument("--quantity", metavar="PATTERN", help="only these quantities")
 
 
 def _export(args: argparse.Namespace) -> None:

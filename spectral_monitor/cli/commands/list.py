@@ -22,7 +22,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _list,
         "list",
-        "Print one line for each run in a folder, the newest last: steps, what is off, the worst layer.",
+        "Print one line for each run in a folder, the newest last: its steps, what is off and the worst layer.",
         "example:\n  spectral-monitor list lightning_logs",
     )
     parser.add_argument(

@@ -16,8 +16,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _report,
         "report",
-        "Write one HTML file about the whole run that opens in any browser, without a network:\n"
-        "what is off and what to do, pictures of layer by step, curves. Needs plotly.",
+        "Write one HTML file about the whole run: what is off and what to do, heatmaps of layers over steps,\nand "
+        "curves. It opens in any browser, offline. Needs plotly.",
         "example:\n  spectral-monitor report lightning_logs/version_0 -o report.html",
     )
     add_run(parser)
@@ -46,7 +46,7 @@ def _report(args: argparse.Namespace) -> None:
 def check_target(path: Path) -> None:
     """Raise a ValueError if a file cannot be written: it is a folder, or its folder does not exist."""
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: give -o the name of a file in a folder that is there")
+        raise ValueError(f"cannot write {str(path)!r}: give -o the name of a file in an existing folder")
 
 
 def wrote(path: Path) -> str:

@@ -26,8 +26,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _show,
         "show",
-        "Print what is off and what to do, then how all other layers compare. In a deep network layers that\n"
-        "say little by themselves share a row.",
+        "Print what is off and what to do, then a table of all layers. In a deep network, healthy layers of\none kind "
+        "share a row.",
         "examples:\n  spectral-monitor show lightning_logs\n  spectral-monitor show lightning_logs --step 500 --all\n"
         "  spectral-monitor show lightning_logs --layer '*.attn.*' --sort update_natural",
     )
@@ -35,7 +35,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_view(parser)
     parser.add_argument("--step", type=int, metavar="N", help="the measurement of this optimizer step, not the last")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="all of it as one JSON object")
+    form.add_argument("--json", action="store_true", help="everything as one JSON object")
     form.add_argument("--csv", action="store_true", help="a row for each layer, biases too, a column for each quantity")
 
 
@@ -83,7 +83,7 @@ def _selected(table: Table, measurement: Measurement, pattern: str | None, sort:
     matches = matching(pattern, [*names, *vectors])
     rows = [i for i, name in enumerate(names) if name in matches]
     if pattern is not None and not rows:
-        raise ValueError(f"only biases and gains match {pattern!r}: those are in --csv and --json")
+        raise ValueError(f"only biases and gains match {pattern!r}; use --csv or --json to see them")
     if sort is not None:
         keys = _sort_keys(sort, table, measurement)
         rows.sort(key=lambda i: keys[i])

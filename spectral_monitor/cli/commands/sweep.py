@@ -18,32 +18,29 @@ PARAMETRIZATIONS = (
 QUANTITIES = ("weight_natural", "update_natural", "feature_change")
 """The quantities that :func:`spectral_monitor.scaling.sweep` measures by default."""
 
-_DESCRIPTION = f"""\
-Train the same network at several widths (or depths) for a few steps, and say in a table how the
-sizes of weights, updates and features of every layer go with the width: one row for each layer
-and quantity, offenders first. The file has two functions:
+_DESCRIPTION = (
+    "Train the same network at several widths (or depths) for a few steps, and print how the sizes of\nweights, "
+    "updates and features of every layer change with the width: one row for each layer and\nquantity, those that "
+    "deviate first. The file has two functions:\n\n  make_module(width)   makes the network; make_module(width, depth) "
+    "with --depths. Its loss is\n                       module.training_step(batch, i) if that exists, else "
+    f"module(*batch)\n  {DATA}(seed)      a DataLoader or list of batches, or a tuple of tensors for every "
+    "step\n\nWithout --parametrization the module needs a configure_optimizers, as a LightningModule has."
+)
 
-  make_module(width)   makes the network; make_module(width, depth) with --depths. Its loss is
-                       module.training_step(batch, i) if it has that, else module(*batch)
-  {DATA}(seed)      a DataLoader or list of batches, or a tuple of tensors for every step
-
-Without --parametrization the module needs a configure_optimizers, as a LightningModule has."""
-
-_EPILOG = """\
-examples:
-  spectral-monitor sweep factory.py:make_module --widths 64,128,256,512,1024
-  spectral-monitor sweep factory.py:make_module --widths 64,256,1024 --parametrization mup --lr 0.1
-  spectral-monitor sweep factory.py:make_module --widths 64,256,1024 -j 8 --figure sweep.png
-  spectral-monitor sweep factory.py:make_module --widths 64,256,1024 -o sweep.jsonl --part 2/4
-
-A sweep with -o can be stopped, resumed and added to. --part trains a share of the points, for a
-cluster; the same command without it then shows the table."""
+_EPILOG = (
+    "examples:\n  spectral-monitor sweep factory.py:make_module --widths 64,128,256,512,1024\n  spectral-monitor sweep "
+    "factory.py:make_module --widths 64,256,1024 --parametrization mup --lr 0.1\n  spectral-monitor sweep "
+    "factory.py:make_module --widths 64,256,1024 -j 8 --figure sweep.png\n  spectral-monitor sweep "
+    "factory.py:make_module --widths 64,256,1024 -o sweep.jsonl --part 2/4\n\nA sweep with -o can be stopped, resumed "
+    "and extended. On a cluster, --part trains a share of the\npoints; afterwards the same command without --part "
+    "shows the table."
+)
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(commands, _sweep, "sweep", _DESCRIPTION, _EPILOG)
-    parser.add_argument("factory", metavar="FILE.py:FUNCTION", help="what makes a module of a width")
+    parser.add_argument("factory", metavar="FILE.py:FUNCTION", help="the function that makes a module of a given width")
     parser.add_argument("--widths", type=_integers, required=True, metavar="N,N,...", help="at least three")
     parser.add_argument("--depths", type=_integers, metavar="N,N,...", help="passed to the function as well")
     parser.add_argument("--data", metavar="FILE.py:FUNCTION", help=f"default: {DATA} in the same file")
@@ -62,10 +59,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--parametrization",
         choices=PARAMETRIZATIONS,
         metavar="NAME",
-        help=f"redraws the weights and sets the learning rates; {', '.join(PARAMETRIZATIONS)}",
+        help=f"initializes the weights again and sets the learning rates; {', '.join(PARAMETRIZATIONS)}",
     )
     parser.add_argument("--optimizer", choices=["sgd", "adam"], help="with --parametrization; default: sgd")
-    parser.add_argument("--lr", type=float, metavar="X", help="with --parametrization, the rate that it scales")
+    parser.add_argument(
+        "--lr", type=float, metavar="X", help=("with --parametrization, the learning rate that it scales")
+    )
     parser.add_argument(
         "-j", "--processes", type=_positive, default=1, metavar="N", help="networks trained at the same time"
     )

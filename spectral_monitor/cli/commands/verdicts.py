@@ -17,20 +17,23 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _verdicts,
         "verdicts",
-        "Print what is off at the last measurement that could be judged, a line for each cause.\n"
-        "The exit status is 0 if nothing is off, 1 if something is, 2 if that is not known.",
+        "Print what is off at the last measurement that could be judged, one line per cause.\nThe exit status is 0 if "
+        "nothing is off, 1 if something is off, 2 if nothing could be judged.",
         "examples:\n  spectral-monitor verdicts lightning_logs\n"
         "  spectral-monitor verdicts lightning_logs --json | jq -r '.[].remedy'",
     )
     add_run(parser)
-    parser.add_argument("--json", action="store_true", help="a list of objects, with the layers that follow as well")
+    parser.add_argument("--json", action="store_true", help="a list of JSON objects, with the disturbed layers too")
 
 
 def _verdicts(args: argparse.Namespace) -> int:
     run = records(args.place)
     judged = latest_judged(run)
     if judged is None:
-        raise ValueError(f"nothing was judged in {len(run)} measurements: none of the quantities compared was measured")
+        raise ValueError(
+            f"nothing could be judged in {len(run)} measurements: none of the quantities that verdicts need was "
+            "measured"
+        )
     states = tally(judged)
     if not states.judged and not judged.verdicts:
         reason = next(iter(states.not_judged), "")

@@ -24,8 +24,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _watch,
         "watch",
-        "Show the table of a run while it trains, and that of the next run in the folder when it begins.\n"
-        "Ctrl-C stops it; training does not notice.",
+        "Show the table of a run while it trains, and switch to the next run in the folder when it begins.\nCtrl-C "
+        "stops the display, not the training.",
         "example:\n  spectral-monitor watch lightning_logs",
     )
     add_run(parser)

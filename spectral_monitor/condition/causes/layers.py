@@ -60,7 +60,7 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
     reference = "the profile's" if from_profile else "that of the other layers"
     others = [network.rates[peer.name] for peer in network.peers_of(row) if peer.name in network.rates]
     if not from_profile and not all(math.isclose(usual_lr, other.usual_lr, rel_tol=0.05) for other in others):
-        reference = "by the rule of the others it would be"
+        reference = "the rule that the others follow gives"
     code = "lr_too_large" if large else "lr_too_small"
     comparison = f"its learning rate is {own_lr:.3g}, {reference} {advised_lr:.3g}"
     certain = from_profile or finding.check == "exploding" or row.name in network.expected
@@ -68,11 +68,11 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
         return Explanation(
             code,
             f"{comparison}; its update is {short(size)} times theirs in the natural norm, and would be "
-            f"{short(size / factor)} times at that rate: it may be meant, and then expected={{{row.name!r}: "
-            f"{factor:.3g}}} says so",
+            f"{short(size / factor)} times at that rate: if this is intended, set expected={{{row.name!r}: "
+            f"{factor:.3g}}}",
         )
     if not from_profile and large and _others_hardly_move(row, network):
-        return Explanation(code, f"{comparison}, with which they hardly move: use one of the two for all")
+        return Explanation(code, f"{comparison}, at which they hardly move: use one of the two for all layers")
     return Explanation(code, f"{comparison}: use {advised_lr:.3g}", Remedy("set_lr", (row.name,), advised_lr))
 
 
@@ -118,9 +118,8 @@ def _frobenius(finding: Finding, row: Row, network: Network) -> Explanation | No
     share = row.get("update_fro") / row.get("weight_fro")
     return Explanation(
         "frobenius_rule",
-        f"{_deviation(finding)}: a step is {short(share)} of the Frobenius norm of the weights in every layer, as "
-        "under LARS and LAMB, which is off by the root of the smaller of fan_in and fan_out; divide learning rates by "
-        "that",
+        f"{_deviation(finding)}: each step is {short(share)} of the Frobenius norm of the weights in every layer, as "
+        "with LARS and LAMB, which is off by sqrt(min(fan_in, fan_out)); divide each layer's learning rate by that",
         Remedy("scale_lr", (row.name,), 1 / finding.ratio),
     )
 
@@ -148,8 +147,10 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if large:
         code, advice = "weights_too_large", f"larger than typical: divide them by {size}"
         if row.info.role == "readout":
-            code, advice = "readout_init", f"{advice}, or begin with 0"
-    return Explanation(code, f"its weights began {size}x {advice}", Remedy("scale_weights", (row.name,), 1 / factor))
+            code, advice = "readout_init", f"{advice}, or initialize them to 0"
+    return Explanation(
+        code, (f"its initial weights are {size}x {advice}"), Remedy("scale_weights", (row.name,), 1 / factor)
+    )
 
 
 def _embedding(finding: Finding, row: Row, network: Network) -> Explanation | None:
@@ -175,7 +176,7 @@ def _embedding_grown(finding: Finding, row: Row, network: Network) -> Explanatio
     return Explanation(
         "weights_grown",
         f"the entries of its largest row began at about {short(network.initial_rows(row))} and are now "
-        f"{short(finding.value)}: its learning rate is too large, or weight decay would keep them smaller",
+        f"{short(finding.value)}: lower its learning rate, or keep them smaller with weight decay",
         Remedy("check", (row.name,)),
     )
 
@@ -184,7 +185,7 @@ def _theory(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if finding.quantity != "weight_natural" or finding.against != "the theory's":
         return None
     if row.get("drift_ratio") > MOVED:
-        return Explanation("weights_grown", f"{_deviation(finding)}: grown since the start by its updates")
+        return Explanation("weights_grown", f"{_deviation(finding)}: its updates have made them grow since the start")
     fan_in, fan_out = row.info.fan_in, row.info.fan_out
     deviation = short(min(1.0, math.sqrt(fan_out / fan_in)) / math.sqrt(fan_in))
     code, size = "weights_too_small", f"{short(1 / finding.ratio)} times too small"
@@ -193,7 +194,7 @@ def _theory(finding: Finding, row: Row, network: Network) -> Explanation | None:
         size = f"{short(finding.ratio)} times too large"
     return Explanation(
         code,
-        f"initialised {size}: use standard deviation {deviation}, times 1.4 where a ReLU follows",
+        f"its initial weights are {size}: use standard deviation {deviation}, times 1.4 if a ReLU follows",
         Remedy("scale_weights", (row.name,), 1 / finding.ratio),
     )
 
@@ -203,8 +204,8 @@ def _readout_width(finding: Finding, row: Row, network: Network) -> Explanation 
         return None
     return Explanation(
         "readout_width",
-        f"{_deviation(finding)}: under {row.settings.optimizer or 'SGD'} a readout's update grows with its "
-        f"{row.info.fan_in} inputs; begin with weights of 0, or give it a smaller learning rate",
+        f"{_deviation(finding)}: under {row.settings.optimizer or 'SGD'} the update of an output layer grows with its "
+        f"number of inputs ({row.info.fan_in}); initialize it to 0, or lower its learning rate",
     )
 
 
@@ -215,7 +216,7 @@ def _vanishing(finding: Finding, row: Row, network: Network) -> Explanation | No
     return Explanation(
         "vanishing",
         f"it has moved by {short(drift)} of its size since the start, the others by {short(median)}: hardly any "
-        "gradient arrives; look at what follows it",
+        "gradient arrives; check the layers after it",
         Remedy("check", (row.name,)),
     )
 
@@ -233,8 +234,8 @@ def _exploding(finding: Finding, row: Row, network: Network) -> Explanation | No
 def _grown(finding: Finding, row: Row, network: Network) -> Explanation | None:
     return Explanation(
         "exploding",
-        f"its weights have moved {short(row.get('drift_ratio'))} times the size they began with, and stretch by "
-        f"{short(row.weight)}: divide its learning rate by about 10",
+        f"its weights have moved by {short(row.get('drift_ratio'))} times their initial size and amplify inputs by up "
+        f"to {short(row.weight)}: divide its learning rate by about 10",
         Remedy("scale_lr", (row.name,), 0.1),
     )
 
@@ -242,7 +243,7 @@ def _grown(finding: Finding, row: Row, network: Network) -> Explanation | None:
 def _rounding(finding: Finding, row: Row, network: Network) -> Explanation | None:
     return Explanation(
         "rounding",
-        "its updates are smaller than what the dtype of its weights can hold beside them: keep weights in float32",
+        "its updates are too small for the dtype of its weights and are lost to rounding: keep weights in float32",
         Remedy("check", (row.name,)),
     )
 
@@ -251,11 +252,11 @@ def _logits(finding: Finding, row: Row, network: Network) -> Explanation | None:
     advice = "divide the learning rate of its queries and keys by about 10, or normalize them (q/k norms)"
     remedy = Remedy("scale_lr", (row.name,), 0.1)
     if network.corrected:  # the correction sets the learning rate
-        advice = "this network wants smaller steps: give the correction a quarter of its size, or less"
+        advice = "this network needs smaller steps: divide the correction's size by 4 or more"
         remedy = Remedy("check", (row.name,))
     return Explanation(
         "logits_exploding",
-        f"its largest attention logit is {short(finding.value)}, {finding.against}: heads are about to look at a "
+        f"its largest attention logit is {short(finding.value)}, {finding.against}: heads are about to attend to a "
         f"single key; {advice}",
         remedy,
     )
@@ -264,8 +265,8 @@ def _logits(finding: Finding, row: Row, network: Network) -> Explanation | None:
 def _collapsed(finding: Finding, row: Row, network: Network) -> Explanation | None:
     return Explanation(
         "attention_collapsed",
-        f"one of its heads has looked at a single key for long (entropy {short(finding.value)} of 1), so its queries "
-        "and keys get next to no gradient: begin with smaller ones, or divide their learning rate by about 10",
+        f"one of its heads has attended to a single key for a long time (entropy {short(finding.value)} of 1), so its "
+        "queries and keys get almost no gradient: initialize them smaller, or divide their learning rate by about 10",
         Remedy("scale_lr", (row.name,), 0.1),
     )
 
@@ -275,15 +276,15 @@ def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
     settings, decay = row.settings, row.settings.weight_decay
     lr = (at_peak(row, row.lr) or settings.peak) * row.multiplier
     advised = (1.0 if settings.decoupled else 1 - settings.momentum) / (MEMORY * lr) if lr > 0 else decay
-    advice = f"use about {{}}, with which it takes 1/{MEMORY} in a step"
+    advice = f"use about {{}}, which removes 1/{MEMORY} in a step"
     if not settings.decoupled and settings.family != "sgd":
-        advised, advice = COUPLED, "it is part of the gradient there, so use about {}, or AdamW with 0.01"
+        advised, advice = COUPLED, "this optimizer adds it to the gradient, so use about {}, or AdamW with 0.01"
     advised = float(f"{min(advised, decay / 10):.1g}")
-    effect = f"has taken its weights down to {short(finding.ratio)} of the size they began with"
+    effect = f"has shrunk its weights to {short(finding.ratio)} of their initial size"
     if finding.quantity == "lr":
-        effect = f"takes away {100 * finding.ratio:.0f} % of its weights in each step"
+        effect = f"removes {100 * finding.ratio:.0f} % of its weights in each step"
     correction = (
-        f", at {short(row.multiplier)} times its learning rate by the correction," if row.multiplier > 1 else ""
+        f", at a learning rate that the correction multiplies by {short(row.multiplier)}," if row.multiplier > 1 else ""
     )
     return Explanation(
         "decay_too_large",

@@ -68,12 +68,14 @@ def _divisor(pace: float, least: float) -> float:
 def _symptom(finding: Finding, network: Network) -> str:
     """Describe in words what steps that are too large have done."""
     if finding.quantity == "loss":
-        return f"the loss is {finding.value:.2g} at step {network.step}, and {finding.against}"
+        return f"the loss is {finding.value:.2g} at step {network.step}, but {finding.against}"
     if finding.quantity == "loss_change_predicted":
-        return f"by its gradient each step would take {short(finding.value)} times the loss off it, more than there is"
+        return (
+            f"each step is predicted to lower the loss by {short(finding.value)} times its value, more than is possible"
+        )
     if finding.quantity == "feature_rms":
         return f"the outputs of a hidden layer have grown to RMS {short(finding.value)} by step {network.step}"
-    return f"weights have moved {short(finding.value)} times the size they began with by step {network.step}"
+    return f"weights have moved by {short(finding.value)} times their initial size by step {network.step}"
 
 
 def _rates(finding: Finding, network: Network, spared: tuple[str, ...] = ()) -> str:
@@ -103,8 +105,9 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
     if finding.quantity == "drift_ratio" and 0 < pace < ORDINARY and low < finding.value / (pace * network.step) < high:
         return Explanation(
             "one_direction",
-            f"{symptom}, by steps of ordinary size ({short(pace)} of the weights) that all point one way: gradients "
-            "that are not cleared, several steps for each batch, or targets or rewards far larger than the outputs",
+            f"{symptom}, in steps of ordinary size ({short(pace)} of the weights) that all point the same way: look "
+            "for gradients that are not cleared, several steps on each batch, or targets or rewards far larger than "
+            "the outputs",
             Remedy("check"),
         )
     divisor, spared = _divisor(pace, 3.0), _spared(finding, network)
@@ -118,8 +121,8 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
 def _large_weights(finding: Finding, network: Network, history: History) -> Explanation:
     return Explanation(
         "weights_too_large",
-        f"most weights began large enough to multiply features by {short(finding.value)} or more in each layer: divide "
-        f"initial weights by about {short(finding.value / USUAL_GAIN)}",
+        f"most layers began with weights so large that they multiply features by {short(finding.value)} or more: "
+        f"divide initial weights by about {short(finding.value / USUAL_GAIN)}",
         Remedy("scale_weights", (), USUAL_GAIN / finding.value),
     )
 
@@ -129,8 +132,8 @@ def _overshoots(finding: Finding, network: Network, history: History) -> Explana
     change = f" ({peak:.2g} -> {peak / finding.value:.2g})" if peak > 0 else ""
     return Explanation(
         "global_lr_too_large",
-        f"steps are {short(finding.value)} times as long as lowers the loss most, and from twice on it rises: divide "
-        f"every learning rate by about {short(finding.value)}{change}",
+        f"steps are {short(finding.value)} times as long as the step that lowers the loss most, and beyond 2 times the "
+        f"loss rises: divide every learning rate by about {short(finding.value)}{change}",
         Remedy("scale_lr", (), 1 / finding.value),
     )
 
@@ -143,7 +146,7 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
         gain = relative_gain * GAINS[1]
         return Explanation(
             "weights_too_large",
-            "steps are small beside the weights, of which most began large enough to multiply features by "
+            "steps are small compared with the weights, most of which began so large that they multiply features by "
             f"{short(gain)} or more: divide initial weights by about {short(gain / USUAL_GAIN)}",
             Remedy("scale_weights", (), USUAL_GAIN / gain),
         )
@@ -156,10 +159,10 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     advice = f"multiply {_rates(finding, network)} by {times}"
     # Only steps of SGD depend on the size of gradients.
     if any(row.settings.family == "sgd" for row in rows) and network.clip_factor < MOSTLY_CLIPPED:
-        advice += f", or clip gradients less: they are {short(1 / network.clip_factor)} times smaller for it"
+        advice += f", or clip gradients less: clipping makes them {short(1 / network.clip_factor)} times smaller"
     return Explanation(
         "rates_too_small",
-        f"the largest steps so far have changed layers by about {short(finding.value)} of their size: {advice}",
+        f"the largest steps so far have changed layers by only about {short(finding.value)} of their size: {advice}",
         Remedy("scale_lr", finding.layers, factor),
     )
 
@@ -169,8 +172,8 @@ def _warmup(finding: Finding, network: Network, history: History) -> Explanation
     peak = max(settings.peak for settings in trained if settings.reached == finding.value)
     return Explanation(
         "warmup_too_long",
-        f"when training ends the learning rate will only have come to {peak:.2g} ({peak / finding.value:.2g} is set): "
-        "its warm-up is longer than training, as one that is meant for batches and stepped after each epoch",
+        f"the learning rate will only reach {peak:.2g} by the end of training ({peak / finding.value:.2g} is set): its "
+        "warm-up is longer than training, as when a scheduler meant for batches is stepped after each epoch",
         Remedy("check"),
     )
 
@@ -179,8 +182,8 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
     if history.bad_batch:
         return Explanation(
             "diverged",
-            "no layer's outputs are finite although all weights were before the step: the batch holds NaN or inf, or "
-            "values too large for its dtype; look for them in the data, and go back to earlier weights",
+            "no layer's outputs are finite, although all weights were finite before the step: the batch holds NaN, inf "
+            "or values too large for its dtype; find them in the data, and go back to an earlier checkpoint",
             Remedy("check"),
         )
     if history.huge_at_start:
@@ -209,8 +212,8 @@ def _eps(finding: Finding, network: Network, history: History) -> Explanation:
         advice = f"eps {eps:g} is larger than the gradients; use 1e-8"
     return Explanation(
         "eps",
-        f"entries move by {short(finding.value)} of the learning rate, where Adam moves them by 0.3 to 1 in the first "
-        f"steps: {advice}",
+        f"weights move by {short(finding.value)} times the learning rate in a step, where 0.3 to 1 is usual in Adam's "
+        f"first steps: {advice}",
         remedy,
     )
 
@@ -219,20 +222,22 @@ def _momentum(finding: Finding, network: Network, history: History) -> Explanati
     momentum = max(row.settings.momentum for row in network.peers)
     return Explanation(
         "momentum",
-        f"momentum {momentum:g} averages about {short(1 / (1 - momentum))} steps, which outlasts what they were "
-        "computed for: use 0.9",
+        f"momentum {momentum:g} averages gradients over about {short(1 / (1 - momentum))} steps, so most of them are "
+        "out of date: use 0.9",
         Remedy("set_momentum", (), 0.9),
     )
 
 
 def _ntk(finding: Finding, network: Network, history: History) -> Explanation:
-    effect = "hidden layers hardly learn while the readout does, the more so the wider they are"
+    effect = "the output layer learns while hidden layers hardly do, and less the wider they are"
     sentence = (
         f"weights have entries of size 1, so the forward pass divides by sqrt(fan_in): {effect}; divide by fan_in at "
-        "the readout, and multiply learning rates by the width"
+        "the output layer, and multiply learning rates by the width"
     )
     if network.ntk_rates:
-        sentence = f"learning rates go with 1/fan_in, under SGD: {effect}; make them proportional to fan_out/fan_in"
+        sentence = (
+            f"learning rates are proportional to 1/fan_in under SGD: {effect}; make them proportional to fan_out/fan_in"
+        )
     return Explanation("ntk_scaling", sentence, Remedy("check"))
 
 
@@ -240,9 +245,9 @@ def _readout(finding: Finding, network: Network, history: History) -> Explanatio
     percent = short(100 * min(finding.value, 1.0))  # above 100 if hidden layers raise the loss
     return Explanation(
         "readout_takes_all",
-        f"the readout takes {percent} % of what a step takes off the loss, for long: hidden layers hardly learn "
-        "features; give them larger learning rates or the readout a smaller one, and standardize targets that are far "
-        "larger than the outputs begin",
+        f"for a long time, {percent} % of the loss's decrease has come from the output layer: hidden layers hardly "
+        "learn features; raise their learning rates or lower the output layer's, and standardize targets that are far "
+        "larger than the initial outputs",
         Remedy("check"),
     )
 
@@ -250,51 +255,50 @@ def _readout(finding: Finding, network: Network, history: History) -> Explanatio
 _SENTENCES = {
     "faded": (
         "schedule_too_short",
-        "the learning rate {finding.against}: its schedule ends too early, as one that is meant for epochs and "
+        "the learning rate {finding.against}: its schedule ends too early, as when a scheduler meant for epochs is "
         "stepped after each batch",
     ),
     "nothing_trains": ("nothing_trains", "{finding.against}"),
     "features": (
         "input_scale",
-        "the outputs of {history.large_outputs} had RMS {size} when first measured, where about 1 is usual, though its "
-        "weights are of ordinary size: its inputs are too large; if they are data, normalize them to mean 0 and "
-        "variance 1, else look at what makes them",
+        "the outputs of {history.large_outputs} had RMS {size} when first measured, where about 1 is usual, although "
+        "its weights have an ordinary size: its inputs are too large; if they are data, normalize them to mean 0 and "
+        "variance 1, else check what computes them",
     ),
     "targets": (
         "target_scale",
-        "outputs must move by at least {size} times their usual size before the loss can be 0: standardize targets or "
-        "rewards to mean 0 and variance 1 (if they are so already, the loss hardly depends on the outputs: look at its "
-        "temperature)",
+        "outputs must change by at least {size} times their usual size before the loss can reach 0: standardize "
+        "targets or rewards to mean 0 and variance 1 (if they already are, the loss hardly depends on the outputs: "
+        "check its temperature)",
     ),
     "sgd_rule": (
         "sgd_rule_under_adam",
         "learning rates are proportional to fan_out/fan_in, the rule for SGD; under Adam updates then grow with "
-        "fan_out: make them proportional to 1/fan_in",
+        "fan_out: make learning rates proportional to 1/fan_in",
     ),
     "stale_gradients": (
         "stale_gradients",
-        "a step used the gradients of the step before again: call optimizer.zero_grad() before each backward pass, and "
-        "optimizer.step() once for each",
+        "a step used the previous step's gradients again: call optimizer.zero_grad() before each backward pass, and "
+        "optimizer.step() only once after it",
     ),
     "symmetric": (
         "symmetric",
-        "two consecutive matrices have rank 1, as constants have, so all units between them are alike and learn the "
-        "same: draw weights at random, as torch.nn does by default",
+        "two consecutive matrices have rank 1, like constants, so all units between them are identical and learn the "
+        "same: initialize weights at random, as torch.nn does by default",
     ),
     "eval_mode": (
         "eval_mode",
-        "{finding.value:.0%} of the dropouts and batch norms are in evaluation mode: call model.train() before "
-        "training and after each evaluation; models that are loaded often begin in evaluation mode",
+        "{finding.value:.0%} of the dropout and batch-norm modules are in evaluation mode: call model.train() before "
+        "training and after each evaluation; loaded models often start in evaluation mode",
     ),
     "dropout": (
         "dropout",
-        "a dropout drops {finding.value:.0%} of what it is given: its argument is the part that is dropped, not the "
-        "part that is kept",
+        "a dropout drops {finding.value:.0%} of its inputs: its argument is the share to drop, not the share to keep",
     ),
     "loss_input": (
         "loss_input",
-        "the loss is given what is no input for it, such as the outputs of a softmax or a ReLU: cross_entropy and "
-        "binary_cross_entropy_with_logits take logits, nll_loss and ctc_loss take the outputs of log_softmax",
+        "the loss gets an input of the wrong kind, such as the output of a softmax or a ReLU: pass logits to "
+        "cross_entropy and binary_cross_entropy_with_logits, and the output of log_softmax to nll_loss and ctc_loss",
     ),
 }
 """Check -> its only cause, and a sentence on it; the remedy is no setting of the optimizer."""

@@ -23,23 +23,26 @@ def huge_at_start(network: Network, limit: float) -> str:
     name = max(sizes, key=lambda layer: sizes[layer])
     symptom = f"the outputs of {name} have RMS {short(sizes[name])} before the first step"
     if next(iter(sizes.values())) > FEATURE_LIMIT:
-        return f"{symptom}, and those of the first layer are large: normalize inputs, or begin with smaller weights"
+        return (
+            f"{symptom}, and those of the first layer are already large: normalize inputs, or initialize smaller "
+            "weights"
+        )
     return (
-        f"{symptom}, for they grow from layer to layer: begin with smaller weights, scale residual branches down, or "
-        "put norms between layers"
+        f"{symptom}, because they grow from layer to layer: initialize smaller weights, scale residual branches down, "
+        "or add norms between layers"
     )
 
 
 def vanish(finding: Finding, network: Network) -> Explanation:
     """Explain by weights that are too small."""
-    symptom = f"the smallest outputs of a layer begin with RMS {short(finding.value)}"
+    symptom = f"the layer with the smallest outputs began with RMS {short(finding.value)}"
     gain = geometric_median(row.gain for row in network.peers)
     if not gain < HALVES:  # most layers have healthy gains, or gains were not measured
         return Explanation("weights_too_small", f"{symptom}: initial weights are too small", Remedy("check"))
     return Explanation(
         "weights_too_small",
-        f"{symptom}: weights multiply the size of features by {short(gain)} in each layer, so they vanish; multiply "
-        f"initial weights by about {short(USUAL_GAIN / gain)}",
+        f"{symptom}: each layer multiplies the size of features by {short(gain)}, so they vanish; multiply initial "
+        f"weights by about {short(USUAL_GAIN / gain)}",
         Remedy("scale_weights", (), USUAL_GAIN / gain),
     )
 
@@ -51,8 +54,8 @@ def collapsed(finding: Finding, network: Network) -> Explanation:
     return Explanation(
         "features_collapsed",
         f"the inputs of {len(layers)} of {len(network.input_spreads)} layers, from {layers[0]} on, differ between "
-        f"samples by less than {short(100 * math.sqrt(limit))} % of their size, so that the network gives nearly the "
-        "same answer to all: look there for a residual connection or a norm that is missing, for activations that "
-        "saturate, or for inputs that are all alike",
+        f"samples by less than {short(100 * math.sqrt(limit))} % of their size, so the network gives nearly the same "
+        "answer to all samples: look there for a missing residual connection or norm, saturated activations, or inputs "
+        "that are all alike",
         Remedy("check"),
     )

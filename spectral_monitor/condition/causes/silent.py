@@ -39,38 +39,46 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     check = Remedy("check", (row.name,))
     if row.get("lost") > 0:
         sentence = (
-            "gradients arrive, but its updates are lost, most likely as too small for the precision of its weights: "
-            "keep them in float32"
+            "gradients arrive, but its updates are lost, most likely because they are too small for the precision of "
+            "its weights: keep weights in float32"
         )
         if row.settings.resolution < 1e-4:  # in float32
             sentence = (
-                "gradients arrive, but its updates are lost even in float32: the loss hardly depends on it any more, "
-                "as where a softmax behind it is saturated, or its learning rate is next to 0"
+                "gradients arrive, but its updates are lost even in float32: its learning rate is close to 0, or the "
+                "loss hardly depends on it any more, as when a softmax after it is saturated"
             )
         return Explanation("rounding", sentence, check)
     without_gradient = [other for other in network.rows if not other.has_gradient and other.lr != 0]
     if row not in without_gradient:
-        return Explanation("unmoved", "a learning rate but no update: no gradient arrives, or one of exactly nothing")
+        return Explanation(
+            "unmoved", ("it has a learning rate but no update: no gradient arrives, or the gradient is exactly 0")
+        )
     zeros = [other.name for other in without_gradient if other.get("weight_natural") == 0]
     if row.name in zeros and len(zeros) > 1:
         others = " and ".join(name for name in zeros if name != row.name) if len(zeros) < 4 else "others"
         return Explanation(
             "dead",
-            f"its weights are all 0, and so are those of {others}: neither of two factors that are 0 gets a gradient; "
-            "draw one of them",
+            f"its weights are all 0, and so are those of {others}: if both factors of a product are 0, neither gets a "
+            "gradient; initialize one of them at random",
             check,
         )
     if len(without_gradient) == len(network.rows):
         return Explanation(
-            "dead", "no layer gets a gradient: the loss does not depend on them, is exactly 0, or one is dead"
+            "dead",
+            (
+                "no layer gets a gradient: the loss does not depend on them or is exactly 0, or a dead layer blocks "
+                "all gradients"
+            ),
         )
     if _gives_zeros(row):
-        return Explanation("dead_input", "its inputs are all zero: the layer before it is dead, or it is given zeros")
+        return Explanation(
+            "dead_input", ("its inputs are all zero: the layer before it is dead, or the data is all zero")
+        )
     chain = takewhile(lambda other: other in without_gradient, network.rows[network.rows.index(row) :])
     blamed = [other for other in chain if not _bias_has_gradient(other, network) and not _gives_zeros(other)]
     if row not in blamed:
         return Explanation(
-            "dead_input", "a gradient reaches its bias but its inputs are all zero: the layer before it is dead"
+            "dead_input", "a gradient reaches its bias, but its inputs are all zero: the layer before it is dead"
         )
     if blamed[-1] is not row:
         return Explanation("dead_above", f"a later layer ({blamed[-1].name}) is dead and lets no gradient through")
@@ -78,8 +86,8 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     bias_size = f" (biases of size {short(bias)})" if bias > 10 else ""
     return Explanation(
         "dead",
-        f"no gradient reaches its weights: its outputs are cut off, as by a ReLU that never opens{bias_size}, or "
-        "detached; initialise it again",
+        "no gradient reaches its weights: its outputs are detached, or cut off, as by a ReLU that never "
+        f"opens{bias_size}; initialize it again",
         check,
     )
 
@@ -88,8 +96,8 @@ def cut_off(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain by outputs that are computed but detached."""
     return Explanation(
         "dead",
-        "its optimizer holds it and its outputs are computed, but no gradient has ever reached it: they are detached, "
-        "or computed under no_grad; if that is meant, freeze it with requires_grad_(False)",
+        "an optimizer holds it and it computes outputs, but no gradient has ever reached it: its outputs are detached, "
+        "or computed under no_grad; if that is intended, freeze it with requires_grad_(False)",
         Remedy("check", (row.name,)),
     )
 
@@ -104,7 +112,7 @@ def left_out(finding: Finding, row: Row, network: Network) -> Explanation | None
     trained = "others are" if finding.against == OTHERS else f"most of {finding.against} are"
     return Explanation(
         "left_out",
-        f"{reason} and it has never moved, though {trained} trained: {advice}",
+        f"{reason} and it has never moved, although {trained} trained: {advice}",
         Remedy("check", (row.name,)),
     )
 
@@ -113,11 +121,11 @@ def forgotten(network: Network) -> Explanation:
     """Explain by parameters other than matrices that no optimizer holds."""
     names = network.forgotten
     them, they_have = ("it", "it has") if len(names) == 1 else ("them", "they have")
-    hint = "; modules in a Python list are not found: use torch.nn.ModuleList"
+    hint = "; PyTorch does not find modules in a Python list: use torch.nn.ModuleList"
     return Explanation(
         "left_out",
         f"gradients arrive at {joined(names, MAX_NAMES)}, but no optimizer holds {them} and {they_have} never moved, "
-        f"though others are trained: pass {them} to the optimizer, or freeze {them} with requires_grad_(False)"
+        f"although others are trained: pass {them} to the optimizer, or freeze {them} with requires_grad_(False)"
         + (hint if any(name.startswith(UNREGISTERED) for name in names) else ""),
         Remedy("check"),
     )

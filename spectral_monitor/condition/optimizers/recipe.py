@@ -12,7 +12,7 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import LayerInfo
 
 _ONE_RATE = "one {optimizer} rate for all matrices (standard parametrization): the best rate "
-_RATES = "{optimizer} rates that go with "
+_RATES = "{optimizer} rates proportional to "
 _KINDS = {
     ("adam", "one rate"): _ONE_RATE + "falls with the width, so a network twice as wide will need about half of it",
     ("adam", "1/fan_in"): _RATES + "1/fan_in (muP): the best rate should hold at other widths",
@@ -22,8 +22,10 @@ _KINDS = {
     "widths",
     ("sgd", "1/fan_in"): _RATES + "1/fan_in (neural tangent parametrization): hidden layers learn less, the wider they "
     "are",
-    ("lamb", "one rate"): "{optimizer} updates in proportion to the Frobenius norm of weights: where updates are of "
-    "low rank, layers with many inputs and outputs take larger steps than others",
+    ("lamb", "one rate"): (
+        "{optimizer} updates proportional to the Frobenius norm of the weights: where updates have low rank, layers "
+        "with many inputs and outputs take larger steps than others"
+    ),
     ("muon", "one rate"): "{optimizer} for hidden matrices: its updates have the same size at any width",
 }
 """Family of the optimizer and rule of its rates -> what they mean."""

@@ -160,7 +160,7 @@ class Profile:
         }
         clauses = [f"{kind}: {joined(names, MAX_NAMES)}" for kind, names in differences.items() if names]
         if clauses:
-            raise ValueError(f"the profile is of another model: {'; '.join(clauses)}")
+            raise ValueError(f"the profile belongs to another model: {'; '.join(clauses)}")
         self._check_families(roles, settings or {})
 
     def _check_families(self, layers: Iterable[str], settings: Mapping[str, Hyperparameters]) -> None:
@@ -172,7 +172,7 @@ class Profile:
                 valid.add(f"{tuned.family!r} (the profile's {tuned.optimizer})")
         if differing:
             raise ValueError(
-                f"the profile is of another optimizer family: {joined(differing, MAX_NAMES)}; "
+                f"the profile belongs to another optimizer family: {joined(differing, MAX_NAMES)}; "
                 f"valid: {', '.join(sorted(valid))}, or a profile of a run with this optimizer"
             )
 
@@ -235,7 +235,8 @@ def save_profile(
     idle = [name for name, layer in layers.items() if not layer["steps"]]
     if idle:
         raise ValueError(
-            f"no update was measured of {joined(idle, MAX_NAMES)}: freeze no layer in a profile, or exclude it"
+            f"no update of {joined(idle, MAX_NAMES)} was measured: a profile may have no frozen layers, so train or "
+            "exclude them"
         )
     text = json.dumps({"format": FORMAT, "version": VERSION, "layers": layers}, indent=1)
     target = Path(path)

@@ -60,8 +60,8 @@ class WidthFinding:
 
     Example:
         >>> print(WidthFinding(5, 8.0, 5.9, 1.0, 8.0, 0.001, "Adam", "adam").sentence)
-        8 times the profile's inputs at the same Adam rate, and updates 5.9 times as large: divide the learning rate \
-by 8 (0.001 -> 0.000125), or use SpectralLRCorrector
+        layers have 8 times the profile's inputs at the same Adam rate, and their updates are 5.9 times as large: \
+divide the learning rate by 8 (0.001 -> 0.000125), or use SpectralLRCorrector
     """
 
     measurements: int  # number of measurements that show it
@@ -84,11 +84,11 @@ by 8 (0.001 -> 0.000125), or use SpectralLRCorrector
         rate = "the same" if 1 / SAME <= self.rate <= SAME else f"{_digits(self.rate, 2)} times its"
         change = f" ({_digits(self.lr_before)} -> {_digits(self.lr_after)})" if self.lr_before > 0 else ""
         # Four tasks with SGD: at the narrow run's rate the loss fell faster in three and became NaN in the fourth.
-        unless = "" if self.family == "adam" else "; a rate at which the loss falls may stay"
+        unless = "" if self.family == "adam" else "; if the loss falls, you may keep the rate"
         return (
-            f"{_digits(self.width, 2)} times the profile's inputs at {rate} {self.optimizer or 'learning'} rate, and "
-            f"updates {_digits(self.ratio, 2)} times as large: divide the learning rate by {_digits(self.divisor, 2)}"
-            f"{change}, or use SpectralLRCorrector{unless}"
+            f"layers have {_digits(self.width, 2)} times the profile's inputs at {rate} {self.optimizer or 'learning'} "
+            f"rate, and their updates are {_digits(self.ratio, 2)} times as large: divide the learning rate by "
+            f"{_digits(self.divisor, 2)}{change}, or use SpectralLRCorrector{unless}"
         )
 
 

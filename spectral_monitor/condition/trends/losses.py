@@ -74,7 +74,7 @@ class LossTrend(Memory):
         short_steps = len(edges) >= FEW_EDGES and statistics.median(edges) < 1
         if min(loss, lowest) > 0 and network.step >= SETTLED and pace > RACING and not short_steps:
             factor = RETURN if len(network.parts) > 1 else PROGRESS
-            limits = [(factor * first, f"it began with {first:.2g} and should have fallen")]
+            limits = [(factor * first, f"it began at {first:.2g} and should have fallen")]
             if loss >= SMALL_PART * first:
                 limits.append((RETURN * lowest, f"it was {lowest:.2g} before"))
             limit, against = min(limits)

@@ -52,8 +52,8 @@ def lists_of(owners: Sequence[Optimizer]) -> list[list[Group]]:
     for owner, group in loose_groups:
         if id(group) not in listed:
             raise ValueError(
-                f"{type(owner).__name__}.param_groups is another list whenever it is asked for, and not the list of an "
-                "optimizer it holds in an attribute: learning rates of single layers cannot be put into it"
+                f"{type(owner).__name__}.param_groups is a new list at every access, and not the list of an optimizer "
+                "that it holds in an attribute, so learning rates of single layers cannot be set in it"
             )
     return list(lists.values())
 
@@ -241,9 +241,7 @@ class Expansion:
         """
         for reads in self._reads:
             if any(reads) and not all(reads):
-                raise RuntimeError(
-                    self._refusal(f"given {len(reads)} groups for a step, it looked at {sum(reads)} of them")
-                )
+                raise RuntimeError(self._refusal(f"of {len(reads)} groups for a step it read only {sum(reads)}"))
 
     def _refusal(self, reason: str) -> str:
         return f"the learning rates of {type(self._owners[0]).__name__} cannot be corrected layer by layer: {reason}"
@@ -274,7 +272,7 @@ def _merge(parts: Sequence[GroupPart]) -> str:
         values = [part.unscaled(key) for part in (parts if scaled else writers)]
         if not all(starmap(_close if scaled else _equal, pairwise(values))):
             shown = ", ".join(str(part.final_options.get(key)) for part in parts)
-            return f"its step leaves {key!r} at {shown} where there is one group to hold it"
+            return f"its step leaves {key!r} at {shown}, which one group cannot hold"
         writer = min(writers, key=lambda part: abs(math.log(part.multiplier)))  # a multiplier of 1 has no rounding
         if writer.changed_in_place(key):
             with torch.no_grad():

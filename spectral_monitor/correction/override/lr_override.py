@@ -20,10 +20,10 @@ from spectral_monitor.correction.override.group_split import Expansion, lists_of
 from spectral_monitor.parametrization.param_groups import is_number
 
 _UNFIT = {
-    "LBFGS": "it reads one group before it knows the gradient, and takes one step size for all parameters",
-    "Rprop": "it reads its learning rate at the first step only",
-    "ZeroRedundancyOptimizer": "every process has groups of its own, copied from one another by their place",
-    "ScheduleFree": "it averages weights by the learning rates so far, of which a group has one for all its parameters",
+    "LBFGS": "it reads one group before it knows the gradient, and uses one step size for all parameters",
+    "Rprop": "it reads its learning rate only at the first step",
+    "ZeroRedundancyOptimizer": "every process has its own groups, which are copied to one another by position",
+    "ScheduleFree": "it averages weights by past learning rates, and a group has one for all its parameters",
     "Prodigy": "it finds one learning rate for all of a group by itself",
     "DAdapt": "it finds one learning rate for all of a group by itself",
 }
@@ -130,7 +130,7 @@ class LRMultiplierOverride:
     def multipliers(self, multipliers: Mapping[Any, float]) -> None:
         for parameter, value in multipliers.items():
             if not isinstance(parameter, Tensor):
-                raise TypeError(f"multipliers are given by parameter, got {parameter!r}")
+                raise TypeError(f"multipliers must map parameters to numbers, got {parameter!r}")
             if not (is_number(value) and math.isfinite(value) and value > 0):
                 shape = tuple(parameter.shape)
                 raise ValueError(
@@ -220,7 +220,9 @@ class _OwnStep:
         other = getattr(original, OWNER_ATTRIBUTE, None)
         if other is not None and other._calls:
             name = type(owner).__name__
-            raise RuntimeError(f"another probe or callback corrects the learning rates of this {name}: only one may")
+            raise RuntimeError(
+                f"another probe or callback already corrects the learning rates of this {name}: remove one of them"
+            )
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             """Make the optimizer's step, between the two calls until they are removed."""
@@ -297,11 +299,11 @@ def _refuse(owners: Sequence[Optimizer]) -> None:
                     f"the learning rates of {name} cannot be corrected layer by layer: {reason}; {INSTEAD}"
                 )
     if not any(map(_is_hooked, owners)):
-        raise ValueError(f"{name} did not go through torch.optim.Optimizer.__init__: its steps cannot be seen")
+        raise ValueError(f"{name} did not call torch.optim.Optimizer.__init__, so its steps cannot be seen")
     for groups in lists_of(owners):
         for i, group in enumerate(groups):
             lr = group.get("lr")
             if not is_number(lr) and not (isinstance(lr, Tensor) and lr.numel() == 1):
                 raise ValueError(
-                    f"group {i} of {name} has no learning rate to multiply: lr must be a number, is {lr!r}"
+                    f"group {i} of {name} has no learning rate to multiply: lr must be a number, got {lr!r}"
                 )

@@ -17,8 +17,8 @@ from spectral_monitor.layers import Anatomy, Layer
 
 READOUT, OTHER, IDLE = 1.0, -1.0, -2.0
 """A process's report on an operator: a readout, no readout, or not used in a step of its network."""
-RAN_LAST = "readout: no other operator reads its output"
-GUESSED = "readout by its place"
+RAN_LAST = "output layer: no other operator reads its output"
+GUESSED = "output layer by its place"
 
 
 class Readouts:

@@ -33,10 +33,10 @@ at most 1 if the way is the module's; the largest logit, the mean entropy, the l
 of the first key.
 """
 UNKNOWN = (
-    "its queries and keys do not give what it returned: the mask, the rotation, the scale or the heads of this module "
-    "are not known"
+    "its queries and keys do not reproduce its outputs: the mask, rotary embedding, scale or heads of this module are "
+    "not known"
 )
-NOT_CALLED = "not called in this step, or where it cannot be seen"
+NOT_CALLED = "not called in this step, or called where it cannot be seen"
 
 
 class AttentionStage:
@@ -141,7 +141,7 @@ def _parts(block: AttentionBlock, call: AttentionCall) -> tuple[Sample, Tensor, 
         raise ValueError(f"its {' and '.join(missing)} were not seen")
     query, key, value, output = (_sequences(tensors[name]) for name in (*projections, "output"))
     if len({len(x) for x in (query, key, value, output)}) > 1 or output.shape[1] != query.shape[1]:
-        raise ValueError("its queries, keys and outputs are not of the same sequences")
+        raise ValueError("its queries, keys and outputs do not belong to the same sequences")
     batch, length = query.shape[:2]
     count = max(1, min(SEQUENCES, batch, POSITIONS // max(length, key.shape[1])))
     device = query.device
@@ -175,7 +175,7 @@ def _normed(x: Tensor, batch: int, length: int, part: Projection) -> Tensor:
     if x.shape[1:] == (length, part.heads, part.size):
         return x.transpose(1, 2)
     if x.shape[1:] != (part.heads, length, part.size):
-        raise ValueError(f"normalized queries or keys of shape {tuple(x.shape)} are not known")
+        raise ValueError(f"normalized queries or keys of shape {tuple(x.shape)} are not supported")
     return x
 
 

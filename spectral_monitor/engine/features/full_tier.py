@@ -27,8 +27,8 @@ ALONE = frozenset(q.key for q in (*assumptions.ENTRIES, *laziness.ENTRIES) if q.
 """Quantities that are measured in a single process only."""
 
 SINGLE_PROCESS = "measured in a single process only"
-NO_SOURCE = "its inputs are not a measured layer's outputs after elementwise operations alone"
-NO_SHARE = "defined for a single matrix only, which is called once, and whose inputs and gradients are known"
+NO_SOURCE = "its inputs are not a measured layer's outputs after only elementwise operations"
+NO_SHARE = "defined only for a single matrix that is called once and whose inputs and gradients are known"
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,12 @@ DUAL = "dual_bfk_ratio"
 BACKWARD = CHANGES | {DUAL}
 """Quantities that need the loss, and the gradient that its backward pass began with."""
 
-ACCUMULATED = "gradients are accumulated: it is not this batch alone that moves the features"
+ACCUMULATED = "gradients are accumulated, so this batch alone does not determine how features move"
 DIFFERENTLY = "called differently when the forward was run again"
-NO_GRAPH = "no graph leads to its outputs: nothing up to there is trained, or activation checkpointing"
-HALVED = "the gradients that it begins with were rounded to half precision"
+NO_GRAPH = "its outputs have no graph: no layer up to it is trained, or activation checkpointing is on"
+HALVED = "the gradients of the outputs were rounded to half precision"
 NO_WEIGHT = "no gradient arrived at its weight, or more than one"
-NO_LOSS = "the loss after the step is not known: the model does not return what was trained on"
+NO_LOSS = "the loss after the step is not known: the model does not return the loss that was trained on"
 
 Work = Callable[[Graph, Tensor | None], None]
 
@@ -222,7 +222,7 @@ class GraphPasses:
         except Exception as error:
             reason = f"the forward could not be run again with a graph ({type(error).__name__}: {error})"
             self._missing(keys, NETWORK, reason)
-            self.warn(f"{reason}; {', '.join(sorted(keys))} is left out", error)
+            self.warn(f"{reason}; not measured: {', '.join(sorted(keys))}", error)
 
 
 def _probes(outputs: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -238,5 +238,5 @@ def _differentiable(loss: Tensor | None) -> Tensor:
         ValueError: there is none, or no graph leads to it.
     """
     if loss is None or not loss.requires_grad:
-        raise ValueError("no graph leads to its loss")
+        raise ValueError("its loss has no graph")
     return loss

@@ -37,12 +37,15 @@ SINCE_START = frozenset({"linearity", *PARTS})
 
 DIFFERENTLY = "called differently when the probe batch was run again"
 ELSEWHERE = (
-    "with the weights of the start the probe batch gives other outputs than it did: weights are kept elsewhere than in "
-    "parameters, or were moved before the first step"
+    "with the initial weights, the probe batch no longer gives its initial outputs: some weights are not parameters, "
+    "or weights changed before the first step"
 )
-NO_START = "the weights of the start are not known"
-NO_MATRIX = "known of readouts that are a single matrix, itself a parameter, and whose inputs are tensors of numbers"
-NEW_PARAMETERS = "parameters are trained that were not at the start"
+NO_START = "the initial weights are not known"
+NO_MATRIX = (
+    "known only for output layers whose weight is a single matrix, itself a parameter, and whose inputs are "
+    "floating-point tensors"
+)
+NEW_PARAMETERS = "some trained parameters were not trained at the start"
 
 
 _DualRows = tuple[Tensor, Tensor, Tensor | None]

@@ -22,7 +22,7 @@ FORMATS = {"underflow_inputs": torch.float8_e4m3fn, "underflow_backward": torch.
 CHANNELS = frozenset({"feature_kurtosis", "outlier_ratio"})
 OF_ROWS = CHANNELS | FORMATS.keys() | {"log_z"}
 """Quantities that this module measures on rows."""
-DIVIDED = "processes share out its outputs"
+DIVIDED = "its outputs are sharded over processes"
 
 
 def measure_outputs(

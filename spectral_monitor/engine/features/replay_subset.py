@@ -28,10 +28,10 @@ things, such as the number of the step, and its value is ignored.
 MAX_CALLS = 64
 """Ways of calling the model that are remembered; the oldest ones are forgotten, and tested again."""
 
-DRAWS = "the forward draws random numbers (dropout?), which are others where there are fewer samples"
-STATISTICS = "batch normalization in training mode takes its statistics from the whole batch"
-NO_BATCH = "the model is given no tensor with entries for samples, or one that is sparse, nested or distributed"
-BEFORE = "an earlier part of this run has seen that the first samples will not do"
+DRAWS = "the forward draws random numbers (dropout?), which differ when there are fewer samples"
+STATISTICS = "batch normalization in training mode uses statistics of the whole batch"
+NO_BATCH = "no input of the model is a tensor with a batch dimension, or one is sparse, nested or distributed"
+BEFORE = "an earlier part of this run found that the first samples are not enough"
 
 MIN_ROWS, MIN_SAMPLES = 256, 4
 """With ``"auto"`` as few samples are run as have this many rows in the median layer, but at least so many samples."""
@@ -48,7 +48,7 @@ Errors of a few samples vary so much that a single one above the limit says litt
 always above it.
 """
 
-ELSEWHERE = "in another process samples depend on each other, or the forward of some of them fails"
+ELSEWHERE = "in another process samples depend on each other, or the forward fails for a part of the batch"
 
 
 class ReplaySubset:

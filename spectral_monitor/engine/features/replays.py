@@ -31,7 +31,7 @@ from spectral_monitor.messages import WarnOnce
 from spectral_monitor.sharding import call_through, reshard
 from spectral_monitor.state.snapshot import preserved
 
-INLINED = "called inside a function that is compiled, where its features cannot be seen"
+INLINED = "called inside a compiled function, where its features cannot be seen"
 """Why a layer has no features if the call that led to the step cannot be run again eagerly."""
 
 
@@ -117,7 +117,9 @@ class Replays:
         self.looked_aside, obstacle = True, sees_all_modules()
         if self._features.inlined and (self.training_step is None or not self._features.refined):
             self.unobserved = INLINED
-            self._warn_here(f"the model is {INLINED}; if it is torch.compile(model), give that instead of the model")
+            self._warn_here(
+                f"the model is {INLINED}; if you train torch.compile(model), pass that instead of the model"
+            )
             return
         if obstacle or not (hidden or (self._features.halved and not self.subset.disabled)):
             self.unobserved = obstacle if hidden else ""
@@ -133,7 +135,8 @@ class Replays:
             self.unobserved = self._not_eager(reason)
 
     def _not_eager(self, reason: str) -> str:
-        return f"{self._compiled or 'what calls the model'} is compiled, and could not be run eagerly: {reason}"
+        compiled = self._compiled or "the function that calls the model"
+        return f"{compiled} is compiled, and could not be run eagerly: {reason}"
 
     def choose(self, step_inputs: StepInputs, moved: bool) -> tuple[Replayable | None, Tensor | None, str]:
         """Return how the forward can be run again and the loss it had, or why it cannot."""
@@ -157,7 +160,9 @@ class Replays:
         if obstacle:
             reason = f"the forward of {self._name(replayable)} cannot be run again: {obstacle}"
             if self.needs & {"dh", "probe"}:
-                self._warn(f"{reason}; what needs the features after the step is left out", replayable.uncopied)
+                self._warn(
+                    f"{reason}; quantities that need the features after the step are not measured", replayable.uncopied
+                )
             return None, None, reason
         return replayable, loss, ""
 
@@ -173,7 +178,7 @@ class Replays:
     def warn_useless(self, reason: str) -> None:
         """Warn that ``replay_samples`` is of no use, if there is a reason and the user has set it."""
         if reason and not self.subset.automatic:
-            self._warn(f"replay_samples is of no use: {reason}; the whole batch is run again")
+            self._warn(f"replay_samples has no effect: {reason}; the whole batch is run again")
 
     def _draws_same_numbers(self, replayable: Replayable) -> bool:
         """Return whether a forward draws random numbers, but the same ones before the step and after it: it was run
@@ -227,10 +232,10 @@ class Replays:
         except Exception as error:
             reason = f"could not be run again ({type(error).__name__}: {error})"
             self._facts.no_replay = f"the forward of {self._name(replayable)} {reason}"
-            consequence = "what needs the features after the step is left out"
+            consequence = "quantities that need the features after the step are not measured"
             if subset_state == YES:
                 self.subset.give_up()
-                consequence += "; from the next measured step on the whole batch is run again"
+                consequence += "; from the next measured step on, the whole batch is run again"
             self._warn(f"{self._facts.no_replay}; {consequence}", error)
             return ReplayResult()
         if check is not None:
@@ -318,4 +323,4 @@ def _check_part(part: Replayable, replay: Replay, may_draw: bool = False) -> Non
     if part.drew and not may_draw:
         raise RuntimeError(DRAWS)
     if not replay.same_calls():
-        raise RuntimeError("for the first samples alone, layers are called differently")
+        raise RuntimeError("for the first samples alone, other layers are called")

@@ -25,15 +25,18 @@ from spectral_monitor.sharding import ProcessGroup
 from spectral_monitor.state.rng import AutocastState
 
 NOT_WHOLE = (
-    "the loss after the step is not known: nothing that is run again returns it (in a loop of your own, "
-    "probe.report_loss(loss, again=...) tells how it is computed)"
+    "the loss after the step is not known: no module that is run again returns it (in a loop of your own, pass a "
+    "function that computes it to probe.report_loss(loss, again=...))"
 )
-IN_PARTS = "processes share weights, and what is compiled or in half precision would have to run before the step too"
+IN_PARTS = (
+    "weights are sharded over processes, and a model that is compiled or in half precision would also have to be run "
+    "before the step"
+)
 """Why a step's loss cannot be had although it can be run again."""
 NOT_REPEATABLE = (
-    "what is run again gives another loss ({repeated:.4g}) than the step had ({original:.4g}); a function given to "
-    "report_loss must compute that loss again, of its own micro-batch (lambda x=x, y=y: ...), and random numbers that "
-    "are drawn before its forward, such as those that choose the batch, must be drawn before the step begins"
+    "run again, the loss is {repeated:.4g}, not {original:.4g} as in the step; a function given to report_loss must "
+    "compute the same loss again from its own micro-batch (lambda x=x, y=y: ...), and random numbers drawn before its "
+    "forward, such as those that choose the batch, must be drawn before the step begins"
 )
 TOLERANCE, EAGER_TOLERANCE = 1e-3, 0.5
 """Relative differences that a loss may have when it is computed again: in the same way, and eagerly and in full

@@ -15,20 +15,20 @@ from spectral_monitor.layers import Layer
 DIGITS = 0.01
 """Limit of the rounding, relative to the edge."""
 
-ACCUMULATED = "gradients are accumulated: the loss after the step is of the last micro-batch alone"
-SEVERAL_OPTIMIZERS = "there are several optimizers, and the loss after a step is of one of them"
+ACCUMULATED = "gradients are accumulated: the loss after the step is known only for the last micro-batch"
+SEVERAL_OPTIMIZERS = "there are several optimizers, and the loss after a step belongs to one of them"
 NO_LOSS = (
     "the loss after the step is not known: only some samples were run again (replay_samples=None runs all), or the "
-    "call that is run again does not return the loss; in a loop of your own, probe.report_loss(loss, again=...) helps"
+    "call that is run again does not return the loss; in a loop of your own, call probe.report_loss(loss, again=...)"
 )
-OTHER_LOSS = "the loss is not finite, or what the model returns is not what was trained on, or only a part of it"
+OTHER_LOSS = "the loss is not finite, or the model does not return the whole loss that was trained on"
 NO_PREDICTION = "the predicted change of the loss is not known"
 STILL = "no change of the loss is predicted"
-UPHILL = "the step does not go downhill on this batch"
-FEW_DIGITS = "the change of the loss is too close to its rounding"
+UPHILL = "the step does not lead downhill on this batch"
+FEW_DIGITS = "the change of the loss is too close to its rounding error"
 NOT_CONVEX = "the loss does not curve upwards along the step"
 NO_RATE = "no learning rate above 0 is known"
-NOT_BEGUN = "the loss that the backward pass began with is not known: probe.report_loss(loss) tells it"
+NOT_BEGUN = "the loss on which backward was called is not known: pass it to probe.report_loss(loss)"
 NO_OUTPUTS = "the gradients of the network's outputs are not known"
 NOT_POSITIVE = "the loss is not above 0"
 NO_GRADIENT = "the gradients of the network's outputs are 0"

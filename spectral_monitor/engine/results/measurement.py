@@ -19,8 +19,8 @@ from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.quantities import TIERS
 from spectral_monitor.quantities.readings import sound
 
-NOT_ARRIVED = "gradients were not seen as the backward pass left them, or no optimizer made a step"
-NO_TWO_STEPS = "it takes two steps in a row that are measured, of one process"
+NOT_ARRIVED = "gradients were not seen right after the backward pass, or no optimizer made a step"
+NO_TWO_STEPS = "needs two measured steps in a row, in a single process"
 
 
 def measurement_of(

@@ -18,11 +18,13 @@ LOW, HIGH = "noise_scale_low", "noise_scale_high"
 COLUMNS = 7
 """Columns of the table of moments, a row for each process: the number of layers, and six moments."""
 
-UNKNOWN = "defined for a single matrix only, which is called once and sees each sample's inputs and gradients"
-FEW = f"it takes {MIN_SAMPLES} samples in each process"
-DIVIDED = "processes share out the features of a batch"
+UNKNOWN = "defined only for a single matrix that is called once and sees each sample's inputs and gradients"
+FEW = f"needs {MIN_SAMPLES} samples in each process"
+DIVIDED = "the features of a batch are sharded over processes"
 DIFFERENT = "the processes saw different layers"
-NO_SIGNAL = "by the samples of this batch, the mean gradient may be zero: look at noise_scale_low, or at larger batches"
+NO_SIGNAL = (
+    "judged by the samples of this batch, the mean gradient may be zero: look at noise_scale_low, or use larger batches"
+)
 NO_BOUND = "by the samples of this batch, the mean gradient may be zero"
 
 

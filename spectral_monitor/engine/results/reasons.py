@@ -20,15 +20,15 @@ from spectral_monitor.quantities.readings import sound
 
 ROUNDED = "its change is too close to the rounding of its outputs"
 HALF = f"{ROUNDED}, which are of half precision: replay_samples=None runs the forward in full precision"
-UNCHOSEN = "no row of max_rows is of the samples that are run again: raise max_rows or replay_samples"
-REPLACED = "since training began its weight was replaced, pruned or parametrized"
-NOT_QUERIES = "it does not make the queries of an attention block, where those of a block are reported"
+UNCHOSEN = "none of the max_rows rows belongs to the samples that are run again: raise max_rows or replay_samples"
+REPLACED = "its weight was replaced, pruned or parametrized after training began"
+NOT_QUERIES = "attention blocks report it at the layer that makes the queries, which this layer is not"
 ONE_HOT = "an embedding's inputs are one-hot"
 NO_DECAY = WeightDecay(math.nan, math.nan)
-SINGLE_ROW = "of a single row it is always 1"
-SHARED = "all samples have its output in common, and only some were run eagerly: replay_samples=None runs all"
-OUT_OF_RANGE = "it is too small or too large for a 32-bit number"
-CLIPPED = "gradients were clipped entry by entry, or are other gradients now: what they were before is not known"
+SINGLE_ROW = "always 1 with a single row"
+SHARED = "its output is shared by all samples, and only some were run eagerly: replay_samples=None runs all"
+OUT_OF_RANGE = "too small or too large for a 32-bit number"
+CLIPPED = "gradients were clipped entry by entry or replaced, so the original gradients are not known"
 MOVED = "something moved the weights between the forward pass and the update, or before both"
 
 CHANGE_MARGIN = 2.0
@@ -154,13 +154,13 @@ def _missing(key: str, i: int, layer: Layer, readings: Readings, facts: StepCont
     if i in facts.replaced:
         return REPLACED
     if role == "vector" and not QUANTITIES[key].of_vectors:
-        return "a bias or gain has its RMS, update, drift and contribution only"
+        return "biases and gains have only RMS, update, drift and contribution"
     if role == NODE and (QUANTITIES[key].of_inputs or not needs & FEATURES):
-        return "the output of a module has features only, and no weight"
+        return "the output of a module has features but no weight"
     if key in ATTENTION and i not in facts.attention:
         return NOT_QUERIES
     if key in OF_READOUTS and role != "readout":
-        return "it is no output layer"
+        return "it is not an output layer"
     updated = needs & {"dW", "g", "dqk", "state"}
     if (updated or key in ("lr", "lr_multiplier")) and i not in facts.lr:
         if i in facts.optimized:
@@ -181,7 +181,7 @@ def _missing(key: str, i: int, layer: Layer, readings: Readings, facts: StepCont
             return "its optimizer has no learning rate"
         return "the parameters it is computed from have different learning rates, or none"
     if key == "contribution":
-        return f"counted at {layer.tied_to}, whose parameter it is" if layer.tied_to else _no_gradient(facts)
+        return f"counted at {layer.tied_to}, which has the same parameter" if layer.tied_to else _no_gradient(facts)
     if key == "gradient_natural":
         return ONE_HOT if role == "embedding" else facts.why_not.get(("|g|", i), "") or _no_gradient(facts)
     if key in ("decay_share", "equilibrium"):
@@ -210,7 +210,7 @@ def _no_decay(key: str, i: int, layer: Layer, facts: StepContext) -> str:
     if not decay.factor:
         return "it has no weight decay"
     if key == "equilibrium" and math.isnan(decay.beta1):
-        return "the angle in equilibrium is known of AdamW and its kin only"
+        return "the angle in equilibrium is known only for AdamW and similar optimizers"
     return ""
 
 
@@ -230,15 +230,15 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
     if reason := facts.why_not.get((key, NETWORK), "") or facts.why_not.get((key, i), ""):
         return reason
     if entry.of_inputs and i not in facts.with_inputs:
-        return "its inputs are not a tensor of numbers, or were overwritten"
+        return "its inputs are not a floating-point tensor, or were overwritten in place"
     no_rows = UNCHOSEN if i in facts.unchosen else ""
     if "probe" in needs:
         rounded = key in DRIFTS and 0 < readings.get(key) < CHANGE_MARGIN * facts.eps[i]
         return facts.no_drift or no_rows or (ROUNDED if rounded else "")
     if key == "feature_change_local" and layer.layout.taps > 1:
-        return "the taps of a convolution overlap: what one adds, another may take away"
+        return "the taps of a convolution overlap, so one may cancel what another adds"
     if needs & {"h", "dh"} and (not entry.of_inputs or key in OVER_OUTPUTS) and i not in facts.with_outputs:
-        return "its outputs were overwritten in this step; from the next measured one on they are copied"
+        return "its outputs were overwritten in place in this step; from the next measured step on, they are copied"
     if "b" in needs and i in facts.shared:
         return SHARED
     if "b" in needs and i not in facts.with_gradients:
@@ -265,5 +265,5 @@ def _no_features(key: str, i: int, layer: Layer, readings: Readings, facts: Step
 
 def _no_part(readings: Readings, eps: float) -> str:
     if math.isnan(readings.get("W.dh")) and sound(readings.raw):
-        return "defined for a single trained matrix only, whose inputs are known before and after the step"
+        return "defined only for a single trained matrix whose inputs are known before and after the step"
     return ROUNDED if 0 < readings.get("dx.norm") < CHANGE_MARGIN * eps * readings.get("x.norm") else ""

@@ -20,17 +20,20 @@ OF_READOUTS = {"final_layer_alignment": ("alignment", min), "linearity": ("linea
 """Value of the network -> the quantity of a readout that it is, and the choice among several readouts."""
 DEFAULT_REASONS = {
     "loss_change_predicted": "a contribution is not finite, or gradients were changed after the backward pass",
-    "contribution_spread": "it divides by the least contribution of a block, and one does not lower the loss",
-    "readout_share": "it is a part of the predicted decrease, and there is none, or readouts have no part of their own",
+    "contribution_spread": "it divides by the smallest contribution of a block, and one block does not lower the loss",
+    "readout_share": (
+        "it is a share of the predicted decrease, and no decrease is predicted, or the output layers' share is not "
+        "known"
+    ),
     "worst_layer_ratio": "no two layers have updates to compare",
     "feature_error": "no layer has a standard error of feature_change: all its rows were measured, or it has no value",
     "equilibrium_steps": "no hidden weight has a learning rate and a decoupled weight decay",
     "property_sp": "the outputs of no hidden layer are known",
-    "property_fl": "it takes a single readout whose inputs are known to have changed",
+    "property_fl": "needs a single output layer whose inputs are known to have changed",
     "property_ld": "the change of the loss is not predicted",
-    "property_bc": "it is contribution_spread, which is not known",
-    "property_rfl": "it takes a single readout whose inputs are known to have changed",
-    "property_fs": "no layer before the readout has a feature_change",
+    "property_bc": "it is computed from contribution_spread, which is not known",
+    "property_rfl": "needs a single output layer whose inputs are known to have changed",
+    "property_fs": "no layer before the output layer has a feature_change",
     "property_bs": "no layer has a backward_speed",
 }
 """Why a value is NaN, where no other reason is known."""
@@ -103,7 +106,7 @@ def other_reasons(summary: Mapping[str, float], layers: Sequence[Layer], reasons
         reason = DEFAULT_REASONS.get(key, "")
         if key in OF_READOUTS:
             heads = [f"{OF_READOUTS[key][0]}/{layer.info.name}" for layer in layers if layer.info.role == "readout"]
-            reason = next((reasons[head] for head in heads if head in reasons), "no readout is measured")
+            reason = next((reasons[head] for head in heads if head in reasons), "no output layer is measured")
         added[f"{key}/{SUMMARY}"] = reason
     return added
 

@@ -19,9 +19,9 @@ from spectral_monitor.linalg import Coroutine
 from spectral_monitor.sharding.shard_region import extent_of
 from spectral_monitor.state.dtensor import local_part
 
-NO_MOMENTS = "its optimizer keeps no exp_avg and exp_avg_sq of it"
+NO_MOMENTS = "its optimizer keeps no exp_avg and exp_avg_sq for it"
 COMPUTED = "its weight is computed from other parameters"
-ELSEWHERE = "what its optimizer holds has another shape than the parameter"
+ELSEWHERE = "the optimizer's state has another shape than the parameter"
 
 
 def _moments(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> tuple[Tensor, Tensor, Tensor, float] | str:

@@ -44,7 +44,9 @@ def local_gradient(p: Tensor) -> Tensor | None:
     # With tensor parallelism a split parameter may have a full gradient.
     needed, available = extent_of(p), extent_of(p.grad)
     if any(a < c or b > d for (a, b), (c, d) in zip(needed.box, available.box, strict=True)):
-        raise ValueError(f"a gradient lies elsewhere ({available.placement}) than its parameter ({needed.placement})")
+        raise ValueError(
+            f"a gradient is placed differently ({available.placement}) from its parameter ({needed.placement})"
+        )
     gradient = gradient.reshape([b - a for a, b in available.box])
     return gradient[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(needed.box, available.box, strict=True))]
 

@@ -23,10 +23,10 @@ from spectral_monitor.state.dtensor import local_part
 
 STACKED = 1 << 24
 """Limit of the entries of queries and keys in one call."""
-NORMALIZED = "queries and keys are normalized: the size of their weights does not reach the logits"
+NORMALIZED = "queries and keys are normalized, so the size of their weights does not affect the logits"
 NO_GAIN = "queries and keys are normalized in a way that is not known"
-ROTARY = "rotary embeddings stand, or may stand, between queries and keys: it is the bound |W_q|* |W_k|* of each head"
-NORMS = "queries and keys are normalized: it is the bound by their gains"
+ROTARY = "there are, or may be, rotary embeddings between queries and keys: it is the bound |W_q|* |W_k|* of each head"
+NORMS = "queries and keys are normalized: it is the bound given by their gains"
 _ONE_PLUS = ("Gemma", "T5Gemma", "Qwen3Next", "RecurrentGemma")
 """Beginnings of the names of norms whose gain is 1 + weight."""
 

@@ -25,7 +25,7 @@ from spectral_monitor.layers.fused import number
 from spectral_monitor.layers.inspect_model import Layer
 from spectral_monitor.layers.naming import check_counts, check_patterns, first_match, join, named_modules, wrapped
 
-ONE_HEAD = "how many heads it has is not known, so it is measured as one: heads={'pattern': number} says"
+ONE_HEAD = "its number of heads is not known, so it is measured as one head; set it with heads={'pattern': number}"
 
 
 @dataclass(frozen=True)

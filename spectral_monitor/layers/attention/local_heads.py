@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from spectral_monitor.layers.attention.blocks import AttentionBlock, Projection
 
-SPREAD = "processes share out its queries and keys, and do not have whole heads each"
+SPREAD = "its queries and keys are sharded over processes, and no process has whole heads"
 
 
 @dataclass(frozen=True)

@@ -48,16 +48,16 @@ PANELS: tuple[Panel, ...] = (
         questions.FEATURES,
         "feature_change",
         "You see how much one step changes a layer's outputs (0.03 = 3 %), and how far they have moved since the "
-        "start. Layers should be close to each other. Near zero: the layer learns no features. Half or more: each step "
+        "start. Layers should have similar values. Near zero: the layer learns no features. Half or more: each step "
         "overwrites what the last one learned; lower the learning rate.",
         roles=MATRICES | {NODE},
     ),
     Panel(
         questions.LAZINESS,
         "linearity",
-        "At 0 the outputs are where the network linearized at the start has them, so it is lazy. Of order 1: it "
-        "learns features. The kernel is the outputs' similarity between samples. If it is like that of the start "
-        "after a few hundred steps, raise the learning rates of hidden layers.",
+        "At 0 the network behaves like its linearization at the start: it is lazy. Of order 1: it learns features. The "
+        "kernel is the similarity of outputs between samples. If it still resembles the initial one after a few "
+        "hundred steps, raise the learning rates of hidden layers.",
         ("linearity",),
         roles=MATRICES | {NODE},
     ),
@@ -72,8 +72,8 @@ PANELS: tuple[Panel, ...] = (
         questions.DECAY,
         "equilibrium",
         "At 1 weight decay and updates are in balance, and the learning rate times the decay sets how fast a layer "
-        "turns. Below 1 long after the start: it turns more slowly than that. Above 1: gradients agree for many "
-        "steps. A decay share near 1: the layer gets hardly any gradient.",
+        "turns. Below 1 long after the start: the layer turns more slowly. Above 1: gradients point the same way for "
+        "many steps. A decay share near 1: the layer gets hardly any gradient.",
         ("equilibrium_steps",),
     ),
     Panel(
@@ -103,51 +103,52 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         questions.GRADIENTS,
         "noise_scale",
-        "You see the batch size beyond which larger batches stop paying, the size of gradients, and how much one step "
-        "changes them. A batch far below the noise scale: average more samples, or lower the learning rate. A change "
-        "above 1: the step is longer than its gradient is good for.",
+        "You see the batch size beyond which larger batches stop paying off, the size of gradients, and how much one "
+        "step changes them. A batch far below the noise scale: average more samples, or lower the learning rate. A "
+        "change above 1: the step is so long that its gradient no longer holds.",
         ("noise_scale", "noise_scale_low", "noise_scale_high"),
     ),
     Panel(
         questions.STATE,
         "adam_rms",
-        "At 1 gradients are as large as Adam expects them. Above 2 its second moment is out of date, and a spike of "
-        "the loss may follow: lower beta2 or clip. Entries that eps holds back do not learn at the rate you set: make "
+        "At 1 gradients are as large as Adam expects them. Above 2 its second moment is out of date, and a loss spike "
+        "may follow: lower beta2 or clip gradients. Entries that eps holds back do not learn at the rate you set: make "
         "eps smaller. Outputs without a gradient are dead.",
     ),
     Panel(
         questions.ATTENTION,
         "attention_logit_max",
-        "You see the largest attention logit of each block, how evenly its heads look at the keys (entropy: 1 = at all "
-        "alike, 0 = at a single one), and how large logits can become. Logits that grow beyond 50 end in loss spikes: "
-        "lower the learning rate of queries and keys, or normalize them. A head of entropy 0 has stopped learning.",
+        "You see the largest attention logit of each block, how evenly its heads attend to the keys (entropy: 1 = to "
+        "all equally, 0 = to a single one), and how large logits can become. Logits that grow beyond 50 end in loss "
+        "spikes: lower the learning rate of queries and keys, or normalize them. A head of entropy 0 has stopped "
+        "learning.",
     ),
     Panel(
         questions.OUTPUTS,
         "log_z",
         "You see the log of the softmax's denominator, which grows where all logits drift together, and the largest "
-        "logit that the output layer can make. Steady after the start: in order. If they grow without end, add a "
+        "logit that the output layer can make. Steady after the start is healthy. If they grow without end, add a "
         "z-loss, or lower the output layer's learning rate.",
     ),
     Panel(
         questions.PRECISION,
         "underflow_inputs",
-        "You see which share of a tensor's entries a cast to 8 bits with one scale makes 0. Beside it you see how far "
-        "the largest outputs stand out. Below 0.01: hardly anything is lost. Layers with more need scales for each row "
-        "or block, or 16 bits.",
+        "You see the share of a tensor's entries that a cast to 8 bits with one scale turns into 0. Beside it you see "
+        "how far the largest outputs stand out. Below 0.01: hardly anything is lost. Layers with more need a scale for "
+        "each row or block, or 16 bits.",
         roles=MATRICES | {NODE},
     ),
     Panel(
         questions.ASSUMPTIONS,
         "weight_cancellation",
-        "Near 1: updates add to weights and features and do not take away what was there, as the theorems assume. "
-        "Well below: a step erases; lower the learning rate. What activations leave should be of order 1 at any width.",
+        "Near 1: updates add to weights and features without erasing them, as the theorems assume. Well below 1: steps "
+        "erase what was learned; lower the learning rate. What activations leave should be of order 1 at any width.",
     ),
     Panel(
         questions.CORRECTION,
         "lr_multiplier",
-        "You see the factor on each layer's learning rate, and the learning rate that came of it. 1 everywhere: "
-        "nothing was corrected.",
+        "You see the factor on each layer's learning rate, and the resulting learning rate. 1 everywhere: nothing was "
+        "corrected.",
     ),
 )
 

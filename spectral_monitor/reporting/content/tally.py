@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from spectral_monitor.condition.verdict import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement
 
-NOBODY = "no judge has seen this measurement"
+NOBODY = "this measurement was not judged"
 """The reason of a measurement that was never judged."""
 JUDGED_BY = ("update_natural", "weight_natural", "update_ratio")
 """Quantities by which layers are judged; a measurement without any of them cannot be judged."""

@@ -59,7 +59,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[Measurement]:
                     record = _record(row, layers, without_quantities(reasons, quantities - measured))
             except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 broken = broken or ValueError(
-                    f"{str(path)!r}, line {number}: not what spectral_monitor writes ({type(error).__name__}: {error})"
+                    f"{str(path)!r}, line {number}: not written by spectral_monitor ({type(error).__name__}: {error})"
                 )
             if record is not None:
                 if broken is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.reporting.files.records import FURTHER_FILE, RUN_FILE
 
-WHAT_TO_GIVE = "give the folder of a run that SpectralMonitor has logged, or a file that a JSONLinesSink wrote"
+WHAT_TO_GIVE = "give the folder of a run logged by SpectralMonitor, or a file written by a JSONLinesSink"
 
 
 def run_file(location: str | os.PathLike[str]) -> tuple[Path, int]:
@@ -55,8 +55,8 @@ def settled_in(
         raise ValueError(f"{error}; {WHAT_TO_GIVE}") from error
     if not measurements:
         raise ValueError(
-            f"no measurement in {str(path)!r}: no step has been measured yet, it was cut short, or it is not what "
-            f"spectral_monitor writes; {WHAT_TO_GIVE}"
+            f"no measurement in {str(path)!r}: no step has been measured yet, the file was cut short, or "
+            f"spectral_monitor did not write it; {WHAT_TO_GIVE}"
         )
     return measurements, notes
 
@@ -73,7 +73,7 @@ def settle(measurements: Iterable[Measurement]) -> tuple[tuple[Measurement, ...]
         >>> [measurement.step for measurement in kept]
         [10, 20, 30, 40]
         >>> print(notes[0].partition(";")[0])
-        2 measurements were taken again, after a resumption or by another run into the same file
+        2 measurements were repeated, after a resumption or by another run into the same file
     """
     kept: list[Measurement] = []
     of_other_layers = repeated = 0
@@ -86,10 +86,10 @@ def settle(measurements: Iterable[Measurement]) -> tuple[tuple[Measurement, ...]
         kept.append(measurement)
     notes = []
     if of_other_layers:
-        notes.append(f"{of_other_layers} earlier measurements are of other layers and left out.")
+        notes.append(f"{of_other_layers} earlier measurements belong to other layers and are left out.")
     if repeated:
         notes.append(
-            f"{repeated} measurements were taken again, after a resumption or by another run into the same file; "
-            "the later ones are shown."
+            f"{repeated} measurements were repeated, after a resumption or by another run into the same file; the "
+            "later ones are shown."
         )
     return tuple(kept), tuple(notes)

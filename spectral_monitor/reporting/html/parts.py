@@ -18,16 +18,18 @@ from spectral_monitor.reporting.text.table import number
 MAX_SLIDER_STEPS = 60
 """The most stops of the step slider: measurements at even intervals, the last one included."""
 LOSS_HINT = (
-    "No loss curve: nothing in this run's folder holds a training loss. Log one under a name such as train_loss, "
-    'self.log("train_loss", loss), with a TensorBoardLogger or a CSVLogger, and write the page from the run\'s folder: '
-    "spectral-monitor report RUN."
+    "No loss curve: this run's folder holds no training loss. Log it under a name such as train_loss, "
+    'self.log("train_loss", loss), with a TensorBoardLogger or a CSVLogger, and write the page from the run\'s '
+    "folder: spectral-monitor report RUN."
 )
 TERMS = {
     "layer": "one weight matrix of the network. Biases and gains are measured too, but have no curve.",
     "hidden, output, embedding": "the role of a layer: most are hidden, the last one gives the network's outputs, "
     "embeddings turn tokens into vectors.",
-    VS_TYPICAL: "the size of a layer's update over that of a typical layer with its learning rate, mostly the median. "
-    "1 is typical; the legend says what is healthy.",
+    VS_TYPICAL: (
+        "the size of a layer's update over that of a typical layer with its learning rate, mostly the median. 1 is "
+        "typical; the legend shows what is healthy."
+    ),
     "band": "the values within which a layer counts as healthy. Green on this page.",
     "off": "outside its band, far enough or for long enough.",
     "disturbed": "off because of another layer. Fix that one first; this one follows.",

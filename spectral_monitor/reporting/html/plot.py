@@ -49,7 +49,7 @@ def figure(measurements: Sequence[Measurement], quantity: str, layers: str | Seq
     if chart is None:
         reasons = (m.why(quantity, info.name) for m in run if quantity in m.values for info in m.layers)
         reason = next(filter(None, reasons), "")
-        raise ValueError(f"{quantity!r} is NaN in every layer that was asked for{f': {reason}' if reason else ''}")
+        raise ValueError(f"{quantity!r} is NaN in every requested layer{(f': {reason}' if reason else '')}")
     layout = _filled(chart["layout"], "", steps)
     grid = {"gridcolor": LIGHT["line"], "linecolor": LIGHT["line"], "zeroline": False}
     layout |= {axis: {**grid, **layout[axis]} for axis in ("xaxis", "yaxis")}

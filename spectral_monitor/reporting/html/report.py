@@ -104,7 +104,7 @@ def report(
     if missing:
         sections.append(f"<section><p>Not measured: {escaped(' '.join(missing))}</p></section>")
     drawn = max(map(len, steps.values()), default=0)
-    thinned = [f"Pictures and curves show {drawn} of them, evenly."] if 0 < drawn < len(run) else []
+    thinned = [f"Heatmaps and curves show {drawn} of them, evenly spaced."] if 0 < drawn < len(run) else []
     keys, table = _layers(current)
     measured = [key for panel in PANELS for key in panel.quantities if any(key in m.values for m in run)]
     foot = [*thinned, *omissions, *notes, *limit_sentences(run, limit)]
@@ -153,7 +153,7 @@ def _header(reported: Measurement, measurements: Sequence[Measurement], current:
     paragraphs = [f"<p>{escaped(line)}</p>" for line in lines]
     if current is not latest:
         source = f"step {current.step}, the last that could be judged: {headline(current)}"
-        paragraphs.append(f"<p>What follows is of {escaped(source)}.</p>")
+        paragraphs.append(f"<p>The rest of the page shows {escaped(source)}.</p>")
     roots = [root for root in (reported.roots or current.roots) if root.layer != NETWORK]
     items = [f"<li>{_names(named_by(root))}: {escaped(root.sentence)}</li>" for root in roots[:MAX_NAMES]]
     if len(roots) > MAX_NAMES:
@@ -161,7 +161,7 @@ def _header(reported: Measurement, measurements: Sequence[Measurement], current:
     paragraphs += [f"<ul>{''.join(items)}</ul>"] if items else []
     recovered = [layer for layer, flag in current.flags.items() if flag == 0]
     if recovered:
-        paragraphs.append(f"<p>Off earlier, not any more: {_names(recovered)}.</p>")
+        paragraphs.append(f"<p>Off earlier, now recovered: {_names(recovered)}.</p>")
     foot = " ".join(f"<span>{escaped(part)}</span>" for part in summary_line(latest).split("   ") if part)
     status = {HEALTHY: "healthy", OFF: "off", NOT_JUDGED: "unjudged"}[tally(reported).state]
     return (
@@ -175,7 +175,7 @@ def _verdicts(reported: Measurement) -> str:
     """Return a table with a row for each root verdict, and how many layers follow from it."""
     if not reported.roots:
         return ""
-    titles = ("layer", "quantity", "value", "should be", "for", "cause", "what it likely is, and what to do")
+    titles = ("layer", "quantity", "value", "should be", "for", "cause", "likely cause, and what to do")
     rows = "".join(f"<tr{_of_layer(root.layer)}>{_verdict(root, reported)}</tr>" for root in reported.roots)
     head = "".join(f"<th>{title}</th>" for title in titles)
     return (
@@ -214,7 +214,7 @@ def _run(about: RunFacts, measurements: Sequence[Measurement], current: Measurem
 
 def _overview(current: Measurement) -> str:
     words = (
-        f"every layer at step {current.step} against its band, and pictures of layer by step: {headline(current)}; "
+        f"every layer at step {current.step} against its band, and heatmaps of layers over steps: {headline(current)}; "
         "the table of all layers below has the numbers"
     )
     return (
@@ -230,14 +230,16 @@ def _overview(current: Measurement) -> str:
 def _key(current: Measurement) -> str:
     colours = ", ".join(depth_colours(5))
     count = sum(info.is_matrix for info in current.layers)
-    sample = f" Of {count} layers {MAX_LINES} are drawn, evenly, with the output layer and those that are off."
+    sample = f" {MAX_LINES} of {count} layers are drawn, evenly spaced, plus the output layer and those that are off."
     explanation = (
         '<p class="soft">Below, a curve for each layer: <span class="key" style="background: linear-gradient(to right, '
         f'{colours})"></span> from the first to the last, '
         if count <= MAX_LAYERS_IN_LEGEND
-        else '<p class="soft">Below, an area for each family of layers, from its lowest to its highest value, with its '
-        "median as a line, and a curve for each layer of no family. Point at an area, or at a layer in the table, to "
-        "see that layer; search to see only some. "
+        else (
+            '<p class="soft">Below, an area for each family of layers, from its lowest to its highest value, with its '
+            "median as a line, and a curve for each layer without a family. Point at an area, or at a layer in the "
+            "table, to see that layer; search to see only some. "
+        )
     )
     return (
         f'{explanation}<span class="bad">Red</span> is off now; <span class="key" style="background: var(--band)">'

@@ -28,7 +28,7 @@ METRICS = tuple(f"{PREFIX}/summary/{key}" for key in ("violations", "worst_layer
 """Metrics in HParams: their values at the end of a run."""
 MAX_COLOURS = 128
 """Colours of a picture, at most, which makes its file a third as large."""
-NO_PICTURES = "There are no pictures of layer by step: they need matplotlib (`pip install matplotlib`)."
+NO_PICTURES = "There are no heatmaps of layers over steps: they need matplotlib (`pip install matplotlib`)."
 
 
 def can_write_to(writer: Any) -> bool:

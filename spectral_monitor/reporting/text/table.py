@@ -139,7 +139,7 @@ def summary_line(measurement: Measurement) -> str:
         else:
             parts.append(f"predicted loss change {predicted}")
     if summary.get("feature_error", 0.0) > DOUBTFUL:
-        parts.append(f"dh/h of few samples, off by up to {100 * summary['feature_error']:.0f} %")
+        parts.append(f"dh/h from few samples, error up to {100 * summary['feature_error']:.0f} %")
     if skipped := summary.get("skipped_updates"):
         parts.append(f"{skipped:.0f} measured step{'s' * (skipped != 1)} with NaN, inf or no update")
     if "overhead_ms" in summary:

@@ -85,7 +85,7 @@ def _check_figure(path: Path) -> None:
     if not can_draw():
         raise ImportError('--figure needs matplotlib: pip install "spectral-monitor[plots]"')
     if path.suffix not in (".png", ".pdf", ".svg") or not path.parent.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: give --figure a .png, .pdf or .svg in a folder that is there")
+        raise ValueError(f"cannot write {str(path)!r}: give --figure a .png, .pdf or .svg in an existing folder")
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ class SweepConfig:
         measurements = tuple(map(_without_verdicts, probe.measurements))
         missing = [step for step in self.measured_steps if step not in {m.step for m in measurements}]
         if missing and not failure:
-            failure = f"step {missing[0]} could not be measured, a warning said why"
+            failure = f"step {missing[0]} could not be measured; a warning gave the reason"
         return Point(key, measurements, tuple(losses), failure, positions)
 
     def _positions(self, module: nn.Module) -> dict[str, LayerPosition]:
@@ -261,11 +261,13 @@ class SweepConfig:
             configuration = configure()
         else:
             raise SweepError(
-                "nothing says how to train: give parametrization= and lr=, or the module a configure_optimizers or, "
-                "from Python, a function that makes an optimizer for a module"
+                "there is no optimizer: set parametrization= and lr=, give the module a configure_optimizers or, from "
+                "Python, pass a function that makes an optimizer for a module"
             )
         if getattr(module, "automatic_optimization", True) is False:
-            raise SweepError("the module optimizes by hand (automatic_optimization = False), which a sweep cannot")
+            raise SweepError(
+                "the module uses manual optimization (automatic_optimization = False), which a sweep does not support"
+            )
         return _optimizer_and_schedulers(configuration)
 
 

@@ -155,7 +155,7 @@ def sweep(
     check_executor(executor, processes, recipe)
     target = None if path is None else Path(path)
     if part is not None and target is None:
-        raise SweepError("part= needs path=, where the parts meet")
+        raise SweepError("part= needs path=, the file that joins the parts")
     part = None if part is None else _checked_part(part)
     own_keys = [key for i, key in enumerate(keys) if part is None or i % part[1] == part[0] - 1]
     points = {} if target is None else points_file.read(target, recipe.settings)

@@ -20,8 +20,8 @@ MAX_OFFENDERS = 2
 MAX_EXCLUDED = 20
 """Excluded points listed below the table."""
 ONE_SAMPLE = (
-    "predictions against depth are of one sample; in a batch of unlike samples the first layers of a chain, through "
-    "which no signal has mixed them yet, have other slopes"
+    "predictions against depth are for one sample; in a batch of unlike samples the first layers of a chain have other "
+    "slopes, because no layer has mixed the samples yet"
 )
 OFFENDERS = ("not as predicted", "grows", "vanishes")
 _OTHER_VERDICTS = ("unclear", "no slope", "as predicted", "flat")
@@ -99,7 +99,7 @@ def sweep_headline(result: SweepResult) -> str:
 
 def _answer(result: SweepResult) -> str:
     if not result.slopes:
-        return "no slope, for all points are left out"
+        return "no slope, because all points are left out"
     predicted = [slope for slope in result.slopes if not math.isnan(slope.predicted)]
     judged, off = predicted or list(result.slopes), result.off
     parametrization, healthy = result.recipe.parametrization, "as predicted" if predicted else "flat"
@@ -130,14 +130,16 @@ def _foot(result: SweepResult) -> list[str]:
     lines = []
     if result.slopes:
         lines.append(
-            f"slope: s in value ~ {result.axis}^s; a verdict is passed where the whole interval lies within "
-            f"{TOLERANCE} of what is expected, or outside"
+            f"slope: s in value ~ {result.axis}^s; there is a verdict where the whole interval lies within {TOLERANCE} "
+            "of what is expected, or outside"
         )
     if result.axis == "depth" and any(not math.isnan(slope.predicted) for slope in result.slopes):
         lines.append(ONE_SAMPLE)
     lines += [printable(sentence) for sentence in limit_sentences(result)]
     if {slope.fit.how for slope in result.slopes} - {""} == {"residuals"}:
-        lines.append("one seed: intervals are from the residuals of its lines, and know nothing of other seeds")
+        lines.append(
+            "one seed: intervals come from the residuals of its lines and do not include the spread between seeds"
+        )
     if result.excluded:
         shown = list(result.excluded[:MAX_EXCLUDED])
         if len(result.excluded) > MAX_EXCLUDED:

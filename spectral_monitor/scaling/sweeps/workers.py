@@ -165,7 +165,7 @@ def check_executor(executor: Any, processes: int, recipe: SweepConfig) -> None:
         SweepError: the executor lacks something, or a function cannot be sent to it; the message says which.
     """
     if executor is not None and processes > 1:
-        raise SweepError("processes= and executor= are two ways to say where points run: give one of them")
+        raise SweepError("processes= and executor= both set where points run: give only one of them")
     if executor is None and processes == recipe.processes_per_point == 1:
         return
     if executor is not None and (isinstance(executor, type) or not isinstance(executor, Executor)):
