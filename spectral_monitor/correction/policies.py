@@ -44,13 +44,13 @@ width, and many of them, such as neighbouring pixels, carry the same information
 """
 
 
-def share(layer: Layer, began: float, reads_data: bool = False, trained: bool = False) -> float:
+def share(layer: Layer, began: float, input_rms: float | None = None, trained: bool = False) -> float:
     """Return the wanted size of a layer's update over that of an operator that began with natural norm 1.
 
     Args:
         layer: the layer.
         began: natural norm that its weights began with; NaN counts as 1.
-        reads_data: whether it is the operator that reads the data.
+        input_rms: RMS of the data, if the layer is the operator that reads them.
         trained: whether an earlier training left its weights.
     """
     role = layer.info.role
@@ -61,7 +61,9 @@ def share(layer: Layer, began: float, reads_data: bool = False, trained: bool = 
     smallest, largest = SMALLEST_START[role] * taps, LARGEST_START.get(role, math.inf) * taps
     size = 1.0 if math.isnan(began) else min(max(began, smallest), largest)
     wanted = factor * SHARES[role] * math.pow(size, SIZE_POWERS[role])
-    return wanted * (layer.info.fan_in * layer.layout.taps / REFERENCE_INPUTS) ** 0.25 if reads_data else wanted
+    if input_rms is None:
+        return wanted
+    return wanted * math.pow(layer.info.fan_in * layer.layout.taps / REFERENCE_INPUTS, 0.25) / math.sqrt(input_rms)
 
 
 def momentum_share(settings: Hyperparameters) -> float:

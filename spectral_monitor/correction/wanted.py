@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spectral_monitor.capture.hooks.data_size import DataSize
 from spectral_monitor.capture.replay.loss_graph import Depth
 from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
@@ -39,6 +40,11 @@ EMBEDDING_RATE = 4.0
 
 Where gradients are mere noise entries move by a quarter of the learning rate, and steps still have their size. In front
 of a layer norm gradients fall as rows grow. Without a limit rows of a CLIP grew further, and decay removed them.
+"""
+SMALL_INPUTS = 0.25
+"""RMS below which data count as small, such as the words of a document divided by their number, which graph networks
+read. They leave the first features far below 1. The matrix that reads them makes up for the root of that: all of it
+would be better for perceptrons and worse for graph networks.
 """
 SHALLOW, ADDS_UP = 6, 2.0
 """In a chain of more matrices than the first number, their changes add up: steps are multiplied by the second over the
@@ -77,6 +83,7 @@ class WantedUpdates:
         began: layer -> natural norm of its first weights.
         trained: layers whose weights an earlier training left.
         scales: number of rows -> the network's factor on embeddings with so many rows.
+        data: watches for the size of the data.
         depth: of the network between the inputs and a loss over classes; none for other losses.
         relative: layer -> its learning rate over that of others, as the user has set them.
     """
@@ -95,6 +102,7 @@ class WantedUpdates:
         self.began: dict[str, float] = {}
         self.trained: set[str] = set()
         self.scales: Mapping[int, float] = {}
+        self.data = DataSize(next((layer.module for layer in layers if layer.info.name == self._input), None))
         self.depth, self._uneven = Depth(), False
         self.relative: dict[str, float] = {}
         families = {each.family for each in settings.values() if each.optimizer}
@@ -167,7 +175,8 @@ class WantedUpdates:
         name = layer.info.name
         scale = self.scales.get(layer.info.shape[0], 1.0) if layer.info.role == "embedding" else 1.0
         began = self.began.get(name, math.nan) * scale
-        size = share(layer, began, name == self._input, name in self.trained) / scale
+        input_rms = self.input_rms if name == self._input else None
+        size = share(layer, began, input_rms, name in self.trained) / scale
         return size * momentum_share(self.settings[name]) * self._readout_factor if self._correction.of_peak else size
 
     def _lone_readout_factor(self) -> float:
@@ -177,6 +186,12 @@ class WantedUpdates:
         roles = [layer.info.role for layer in trained if layer.info.role != "vector"]
         is_alone = roles == ["readout"] and not any(self.settings[layer.info.name].elsewhere for layer in trained)
         return LONE_READOUT_SHARE if is_alone else 1.0
+
+    @property
+    def input_rms(self) -> float:
+        """The root mean square of the data if it is far below 1; 1 if it is not, or not known."""
+        rms = self.data.rms
+        return rms if rms is not None and 0 < rms < SMALL_INPUTS else 1.0
 
     def see_start(self, measurement: Measurement) -> None:
         """Note the sizes that weights began with, where unknown, and which weights an earlier training left.
@@ -303,6 +318,8 @@ class WantedUpdates:
         state: dict[str, Any] = {"began": dict(self.began), "relative": dict(self.relative)}
         if self.trained:
             state["trained"] = sorted(self.trained)
+        if self.input_rms < 1:
+            state["input_rms"] = self.input_rms
         return state | ({"depth": list(self.depth)} if self.depth_factor < 1 else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -310,3 +327,4 @@ class WantedUpdates:
         self.began, self.trained = dict(state["began"]), set(state.get("trained", ()))
         self.depth, self._uneven = Depth(*state.get("depth", ())), self._began_uneven()
         self.relative = dict(state.get("relative", self.relative))
+        self.data.rms = float(state.get("input_rms", 1.0))

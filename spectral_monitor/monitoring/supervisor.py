@@ -21,6 +21,7 @@ from spectral_monitor.condition.optimizers.recipe import describe
 from spectral_monitor.correction import Corrector, LRCorrection
 from spectral_monitor.engine import CLEARED, START, STEP_LOSS, TURN, Engine
 from spectral_monitor.engine.results.loss import UPHILL
+from spectral_monitor.layers import compiled_modules
 from spectral_monitor.layers.inspect_model import LEFT_OUT
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
@@ -74,7 +75,10 @@ class Supervisor:
                 correction, engine.anatomy.layers, engine.optimizers.optimizers, engine.attention.blocks, unmeasured
             )
             self._report = CorrectionReport(self._corrector)
-            engine.on_output = self._read_graph if correction.of_peak else None
+            if correction.of_peak:
+                engine.on_output = self._read_graph
+                if engine.processes is None and not compiled_modules(engine.model):  # processes have different data
+                    engine.step_loss.watching = self._corrector.wanted.data.watching
             engine.multipliers = self._corrector.by_layer()
 
     @property

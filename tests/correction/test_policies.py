@@ -90,7 +90,7 @@ def test_ends_of_the_table_grow_with_the_root_of_taps_as_usual_weights_do(role, 
 
 @pytest.mark.parametrize(("fan_in", "taps", "factor"), [(48, 1, 1.0), (768, 1, 2.0), (3, 1, 0.5), (3, 16, 1.0)])
 def test_what_reads_the_data_goes_by_the_fourth_root_of_its_inputs(fan_in, taps, factor):
-    assert share(layer("operator", fan_in, taps), 4.0, reads_data=True) == pytest.approx(2 * factor)
+    assert share(layer("operator", fan_in, taps), 4.0, input_rms=1.0) == pytest.approx(2 * factor)
     assert share(layer("operator", fan_in, taps), 4.0) == pytest.approx(2)
 
 

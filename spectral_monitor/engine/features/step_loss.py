@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,7 @@ class StepLoss:
 
     Attributes:
         wanted: whether the loss after the step that is watched is asked for.
+        watching: entered around each forward that is run again.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class StepLoss:
         """
         self._model, self._rerun, self._sharded, self._warn = model, rerun, sharded, warn
         self._graph = self._checked = False
+        self.watching: Context = nullcontext
         self._lasting_obstacle = ""  # in every step
         self._calls = ReturnedLosses(model, harmless) if returned else None
         self._compiled = bool(compiled_modules(model))
@@ -179,14 +181,19 @@ class StepLoss:
         if change is not None:
             out.put(NETWORK, LOSS_CHANGE, change)
 
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        with self._context(), self.watching():
+            yield
+
     def _run(self, forward: Repeatable) -> Tensor | None:
         """Return the loss of a forward, run with a graph if it fails without: it may contain derivatives."""
         try:
-            return self._rerun(forward, self._context, graph=self._graph)
+            return self._rerun(forward, self._around, graph=self._graph)
         except RuntimeError as error:
             if self._graph or self._sharded or isinstance(error, torch.OutOfMemoryError):
                 raise
-            loss = self._rerun(forward, self._context, graph=True)
+            loss = self._rerun(forward, self._around, graph=True)
             self._graph = True
             return loss
 
