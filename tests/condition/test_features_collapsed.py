@@ -29,7 +29,7 @@ def inputs(**excess):
 
 @pytest.mark.parametrize(("factor", "off"), [(0.99, True), (1.01, False)])
 def test_the_limit_is_that_of_the_page(factor, off):
-    line = next(line for line in PAGE.splitlines() if "how far above 1 `input_stable_rank` is" in line)
+    line = next(line for line in PAGE.splitlines() if "`input_stable_rank` minus 1" in line)
     step, *_ = numbers(line)
     (limit,) = numbers(line.rpartition(" | ")[2])
     assert (step, limit) == (SETTLED, MIN_SPREAD)

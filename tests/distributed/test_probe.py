@@ -209,7 +209,7 @@ def test_the_first_process_speaks_for_all(outcomes, one):
 
 
 REFUSED = {
-    "tp without a number": (2, r"up\.weight is sharded by more than FSDP, .* say data_parallel_rank, .*get_local_rank"),
+    "tp without a number": (2, r"up\.weight is sharded by more than FSDP, .* set data_parallel_rank, .*get_local_rank"),
     "fsdp2_tp without a number": (4, "is sharded by more than FSDP"),
     "a number out of range": (2, "data_parallel_rank must be an integer from 0 to 1, got 2"),
     "other weights": (2, r"process 1 holds other weights of up, .* make the probe when the model is wrapped"),

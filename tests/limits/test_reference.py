@@ -103,7 +103,7 @@ def test_it_is_a_run_of_its_own(tmp_path):
     found = [event.value for event in events.Scalars("spectral_feature_change/net.0")]
     assert found == pytest.approx([m.value("feature_change", "net.0") for m in limit])
     assert "spectral_weight_norm/net.0" not in events.Tags()["scalars"]
-    with pytest.raises(FileExistsError, match=r"a limit in .* already"):
+    with pytest.raises(FileExistsError, match=r"already has a limit"):
         write_limit(limit, tmp_path)
     assert read_limit(tmp_path / "elsewhere") == []
     assert limit_sentences(run, read)

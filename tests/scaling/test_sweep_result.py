@@ -123,7 +123,7 @@ def test_never_a_slope_through_two_points():
     assert result.slopes[0].fit.reason == "values at only 2 sizes, a slope needs 3"
     assert math.isnan(result.slopes[0].fit.slope)
     assert "0 of 1 flat, 1 without a slope, none off" in result.table()
-    assert "no slope: values at 2 sizes only" in result.table()
+    assert "no slope: values at only 2 sizes" in result.table()
     every = found([[power(1)]], failures={(width, 0): "the loss is inf at step 2" for width in WIDTHS})
     assert every.table().splitlines()[0].endswith("no slope, because all points are left out")
     assert not every.slopes

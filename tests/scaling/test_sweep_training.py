@@ -202,7 +202,7 @@ class ByHand(Known):
 def test_nothing_says_how_to_train():
     with pytest.raises(ValueError, match=r"there is no optimizer: set parametrization= and lr=, give the module"):
         quiet(Bare, ones)
-    with pytest.raises(ValueError, match="optimizes by hand"):
+    with pytest.raises(ValueError, match="uses manual optimization"):
         quiet(ByHand, ones)
     assert quiet(Bare, ones, parametrization=MUP, lr=0.1).points
 

@@ -68,7 +68,7 @@ def questions_markdown(quantities: Collection[str]) -> str:
         >>> print(rows)
         | quantity | unit | what it is | healthy |
         |---|---|---|---|
-        | lr | of the optimizer | effective learning rate of the step | the schedule |
+        | lr | of the optimizer | effective learning rate of the step | follows the schedule |
     """
     parts = []
     for panel in PANELS:
