@@ -149,7 +149,7 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
         if row.info.role == "readout":
             code, advice = "readout_init", f"{advice}, or initialize them to 0"
     return Explanation(
-        code, (f"its initial weights are {size}x {advice}"), Remedy("scale_weights", (row.name,), 1 / factor)
+        code, f"its initial weights are {size}x {advice}", Remedy("scale_weights", (row.name,), 1 / factor)
     )
 
 

@@ -50,9 +50,8 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
         return Explanation("rounding", sentence, check)
     without_gradient = [other for other in network.rows if not other.has_gradient and other.lr != 0]
     if row not in without_gradient:
-        return Explanation(
-            "unmoved", ("it has a learning rate but no update: no gradient arrives, or the gradient is exactly 0")
-        )
+        sentence = "it has a learning rate but no update: no gradient arrives, or the gradient is exactly 0"
+        return Explanation("unmoved", sentence)
     zeros = [other.name for other in without_gradient if other.get("weight_natural") == 0]
     if row.name in zeros and len(zeros) > 1:
         others = " and ".join(name for name in zeros if name != row.name) if len(zeros) < 4 else "others"
