@@ -86,8 +86,8 @@ def watch(recipe: Recipe) -> tuple[list[Pair], float]:
     """Return the numbers of some steps of a recipe, and the share of the batch that was run again."""
     run = recipe.build(0, 1.0)
     shared = {"quantities": list(KEYS), "mode": "observe", "roles": run.roles or None, "tol": TOLERANCE}
-    few = SpectralProbe(run.model, run.optimizers, **shared)
-    every = SpectralProbe(run.model, run.optimizers, max_rows=None, replay_samples=None, **shared)
+    few = SpectralProbe(run.model, run.optimizers, every_n_steps=1, **shared)
+    every = SpectralProbe(run.model, run.optimizers, every_n_steps=1, max_rows=None, replay_samples=None, **shared)
     base = [group["lr"] for group in run.groups()]
     numbers: list[Pair] = []
     for step in range(max(STEPS)):

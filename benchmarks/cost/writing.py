@@ -50,7 +50,7 @@ def measured(matrices: int, bias: bool, steps: int = 8, width: int = 64) -> list
     blocks = (Block(width, bias) for _ in range(matrices - 1))
     model = nn.Sequential(*blocks, nn.Linear(width, 10, bias=bias))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     inputs, labels = torch.randn(64, width), torch.randint(10, (64,))
     for _ in range(steps):
         with probe.step():

@@ -55,7 +55,7 @@ def train(folder: Path) -> None:
     optimizer = torch.optim.SGD(MUP.param_groups(module, lr=LR, optimizer="sgd"))
     writer = SummaryWriter(str(folder))
     sinks = [JSONLinesSink(folder / "spectral_monitor.jsonl"), TensorBoardSink(writer, heatmap_every=1)]
-    probe = SpectralProbe(module, optimizer, quantities=KEYS, mode="observe", sinks=sinks)
+    probe = SpectralProbe(module, optimizer, every_n_steps=1, quantities=KEYS, mode="observe", sinks=sinks)
     for x, y in batches():
         with probe.step():
             optimizer.zero_grad()

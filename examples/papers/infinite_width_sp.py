@@ -64,7 +64,7 @@ def train(c: Fraction, width: int, x: Tensor) -> Row:
     parametrization.init_(network)
     optimizer = SGD(parametrization.param_groups(network, lr=LR))
     keys = ["feature_rms", "feature_change", "feature_drift"]
-    probe = SpectralProbe(network, optimizer, quantities=keys, drift_every=1, mode="observe")
+    probe = SpectralProbe(network, optimizer, every_n_steps=1, quantities=keys, drift_every=1, mode="observe")
     for _ in range(STEPS):
         with probe.step():
             loss = (network(x) - TARGET).square().mean() / 2

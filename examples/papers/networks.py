@@ -80,7 +80,7 @@ def equal_contributions(
     while abs(y) < 0.5:
         y.normal_()
     optimizer = SGD([{"params": [V.weight]} for V in network.V])
-    probe = SpectralProbe(network, optimizer, quantities=["bfa"], include=[WINDOWS], mode="observe")
+    probe = SpectralProbe(network, optimizer, every_n_steps=1, quantities=["bfa"], include=[WINDOWS], mode="observe")
     with probe.step():
         network(x, y).backward()
         for group in optimizer.param_groups:
@@ -122,7 +122,7 @@ def parametrized_step(
     optimizer.add_param_group({"params": list(network.window.requires_grad_().parameters()), "lr": 0.0})
     x, y = samples(d)
     keys = ["contribution", "feature_rms", "feature_change_inherited", "bfa", "sensitivity"]
-    probe = SpectralProbe(network, optimizer, quantities=keys, mode="observe")
+    probe = SpectralProbe(network, optimizer, every_n_steps=1, quantities=keys, mode="observe")
     with probe.step():
         loss = network(x, y)
         loss.backward()

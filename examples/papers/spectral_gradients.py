@@ -73,7 +73,9 @@ def one_step(network: nn.Sequential, x: Tensor, labels: Tensor) -> Row:
     """Return what the probe sees at layer 2; none of it depends on the learning rate, and the step is undone."""
     before = [p.detach().clone() for p in network.parameters()]
     optimizer = SGD(network.parameters(), lr=0.1)
-    probe = SpectralProbe(network, optimizer, quantities=KEYS, include=[LAYER], max_rows=None, tol=1e-3, mode="observe")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, quantities=KEYS, include=[LAYER], max_rows=None, tol=1e-3, mode="observe"
+    )
     with probe.step():
         optimizer.zero_grad()
         cross_entropy(network(x), labels).backward()

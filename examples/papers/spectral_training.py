@@ -89,7 +89,9 @@ def train(parametrization: str, width: int, x: Tensor, y: Tensor, until: float) 
     network = perceptron(x.shape[1], width)
     PARAMETRIZATIONS[parametrization].init_(network, scale=math.sqrt(2))
     optimizer = SGD(PARAMETRIZATIONS[parametrization].param_groups(network, lr=LR))
-    probe = SpectralProbe(network, optimizer, quantities=KEYS, drift_every=1, max_rows=None, tol=1e-3, mode="observe")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, quantities=KEYS, drift_every=1, max_rows=None, tol=1e-3, mode="observe"
+    )
 
     def step() -> tuple[Measurement, float]:
         with probe.step():

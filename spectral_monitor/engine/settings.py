@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from spectral_monitor.engine.schedule import Interval, Timetable
+from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE, Interval, Timetable
 from spectral_monitor.quantities import needs, resolve
 
 FEATURES = frozenset({"h", "b", "dh", "probe"})
@@ -37,7 +37,7 @@ class Settings:
         TypeError: ``include``, ``exclude`` or ``nodes`` is a string instead of a list.
     """
 
-    every_n_steps: Interval | Mapping[str, Interval] = 50
+    every_n_steps: Interval | Mapping[str, Interval] = DEFAULT_SCHEDULE
     quantities: str | Sequence[str] = "standard"
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
@@ -51,7 +51,7 @@ class Settings:
     history: int = 1000
     replay_samples: int | Literal["auto"] | None = "auto"
     low_memory: bool = False
-    max_overhead: float | Literal["auto"] | None = None
+    max_overhead: float | Literal["auto"] | None = "auto"
     schedule: Timetable = field(init=False)
     keys: tuple[str, ...] = field(init=False)
     needs: frozenset[str] = field(init=False)

@@ -194,7 +194,14 @@ def _probed(
         ValueError: a step was not measured.
     """
     probe = SpectralProbe(
-        trial.root, trial.optimizers, quantities=tier, roles=roles, condition=condition, mode="observe", drift_every=1
+        trial.root,
+        trial.optimizers,
+        every_n_steps=1,
+        quantities=tier,
+        roles=roles,
+        condition=condition,
+        mode="observe",
+        drift_every=1,
     )
     for _ in range(STEPS):
         with probe.step():

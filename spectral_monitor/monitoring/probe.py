@@ -17,6 +17,7 @@ from spectral_monitor.condition.optimizers.plans import LookAhead
 from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import Engine, Settings
+from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.messages import WarnOnce, in_lines
 from spectral_monitor.monitoring.reactions import OnVerdict
@@ -34,8 +35,8 @@ from spectral_monitor.suggestions import helpful
 class SpectralProbe(ResumableRun):
     """Measures optimizer steps of a bare training loop.
 
-    Wrap the forward, the backward and the optimizer's step of an iteration in ``with probe.step():``. Every
-    ``every_n_steps``-th such block is measured; the others cost a comparison. Training does not change, except with
+    Wrap the forward, the backward and the optimizer's step of an iteration in ``with probe.step():``. The steps of
+    ``every_n_steps`` are measured; the others cost a comparison. Training does not change, except with
     ``mode="correct"``: parameters, optimizer state, gradients, buffers and random states are bit for bit the same.
 
     On several processes (DDP, FSDP1, FSDP2, tensor parallelism) make the probe in all of them, once the model is
@@ -49,10 +50,10 @@ class SpectralProbe(ResumableRun):
             features after the step is NaN). Wrappers of Fabric, ``DistributedDataParallel`` and
             ``FullyShardedDataParallel`` will do.
         optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
-        every_n_steps: measure every n-th step; or steps in words, ``"1, 2, 4, ..., every 100"``; or a mapping
-            from tiers and keys to either, such as ``{"light": 10, "standard": 100}`` or ``{"update_norm": 1,
-            "feature_change": 50}``: a tier stands for its own quantities, not for those of the tiers below. At a step
-            only quantities that are due cost time.
+        every_n_steps: measure every n-th step; or steps in words, such as the default; or a mapping from tiers and
+            keys to either, such as ``{"light": 10, "standard": 100}`` or ``{"update_norm": 1, "feature_change": 50}``:
+            a tier stands for its own quantities, not for those of the tiers below. At a step only quantities that are
+            due cost time.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
             or a list of keys; only requested quantities cost time.
@@ -108,7 +109,7 @@ class SpectralProbe(ResumableRun):
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> probe = SpectralProbe(model, optimizer)
+        >>> probe = SpectralProbe(model, optimizer, every_n_steps=1)
         >>> for _ in range(3):
         ...     with probe.step():
         ...         optimizer.zero_grad()
@@ -126,7 +127,7 @@ class SpectralProbe(ResumableRun):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        every_n_steps: int | str | Mapping[str, int | str] = 1,
+        every_n_steps: int | str | Mapping[str, int | str] = DEFAULT_SCHEDULE,
         quantities: str | Sequence[str] = "standard",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
@@ -144,7 +145,7 @@ class SpectralProbe(ResumableRun):
         mode: Mode = "warn",
         sinks: Sequence[Sink] = (),
         low_memory: bool = False,
-        max_overhead: float | Literal["auto"] | None = None,
+        max_overhead: float | Literal["auto"] | None = "auto",
         on_verdict: OnVerdict | None = None,
         stop_on: str | Sequence[str] = (),
         data_parallel_rank: int | None = None,

@@ -31,7 +31,7 @@ def test_training_is_bit_identical_and_nothing_stays(name, keys):
     for watched in (False, True):
         family = make(name)
         optimizer = torch.optim.AdamW(family.model.parameters(), lr=1e-2)
-        probe = SpectralProbe(family.model, optimizer, quantities=keys) if watched else None
+        probe = SpectralProbe(family.model, optimizer, every_n_steps=1, quantities=keys) if watched else None
         torch.manual_seed(9)
         for _ in range(3):
             optimizer.zero_grad()
@@ -46,7 +46,7 @@ def test_training_is_bit_identical_and_nothing_stays(name, keys):
 def test_an_exception_in_the_forward_leaves_nothing():
     family = make("gpt2")
     optimizer = torch.optim.SGD(family.model.parameters(), lr=0.1)
-    probe = SpectralProbe(family.model, optimizer, quantities=KEYS)
+    probe = SpectralProbe(family.model, optimizer, every_n_steps=1, quantities=KEYS)
     with pytest.raises(IndexError), probe.step():
         family.model(input_ids=torch.full((2, 3), 10**6))
     assert hooks(family.model) == 0
@@ -57,7 +57,7 @@ def test_of_accumulated_batches_the_last_one_counts():
     for batches in (1, 2):
         family = make("timm")
         optimizer = torch.optim.SGD(family.model.parameters(), lr=0.0)
-        probe = SpectralProbe(family.model, optimizer, quantities=KEYS)
+        probe = SpectralProbe(family.model, optimizer, every_n_steps=1, quantities=KEYS)
         pictures = torch.randn(2, 6, 3, 8, 8, generator=torch.Generator().manual_seed(8))
         with probe.step(accumulated=batches):
             for some in pictures[2 - batches :]:
@@ -80,7 +80,7 @@ def test_with_features_and_replays_the_numbers_are_those_of_the_step():
 def test_a_copy_of_the_model_made_in_the_step_has_no_hooks_that_act():
     family = make("gpt2")
     optimizer = torch.optim.SGD(family.model.parameters(), lr=0.1)
-    probe = SpectralProbe(family.model, optimizer, quantities=KEYS)
+    probe = SpectralProbe(family.model, optimizer, every_n_steps=1, quantities=KEYS)
     with probe.step():
         loss = family.loss()
         twin = copy.deepcopy(family.model)

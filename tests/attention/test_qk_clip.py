@@ -83,7 +83,9 @@ def test_a_limit_that_is_tight_is_no_fault_of_the_layers_it_slows():
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection("balance", qk_clip=0.05))
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection("balance", qk_clip=0.05)
+    )
     flagged = set()
     for ids in text(8):
         optimizer.zero_grad()

@@ -137,7 +137,7 @@ def test_heads_of_a_network_without_attention_are_refused():
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"heads: .*: no module with projections of queries and keys was found"):
-        SpectralProbe(model, optimizer, heads={"*.attn": 2})
+        SpectralProbe(model, optimizer, every_n_steps=1, heads={"*.attn": 2})
 
 
 def test_a_step_that_changes_nothing_has_no_update():
@@ -154,7 +154,7 @@ def test_two_optimizers_and_host_memory_give_the_same():
         others = [p for name, p in names.items() if "q_proj" not in name]
         groups = [queries, others] if split else [[*queries, *others]]
         optimizers = [torch.optim.SGD(group, lr=0.05) for group in groups]
-        probe = SpectralProbe(family.model, optimizers, quantities=KEYS, low_memory=low_memory)
+        probe = SpectralProbe(family.model, optimizers, every_n_steps=1, quantities=KEYS, low_memory=low_memory)
         with probe.step():
             family.loss().backward()
             for optimizer in optimizers:

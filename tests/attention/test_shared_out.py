@@ -79,7 +79,11 @@ def job(kind, way, key_heads=2):
             fully_shard(part)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
     probe = SpectralProbe(
-        net, optimizer, quantities=[*WEIGHTS, *ROWS], **({"data_parallel_rank": 0} if way == "tp" else {})
+        net,
+        optimizer,
+        every_n_steps=1,
+        quantities=[*WEIGHTS, *ROWS],
+        **({"data_parallel_rank": 0} if way == "tp" else {}),
     )
     for k in range(2):
         tokens = torch.randint(19, (4, 12), generator=torch.Generator().manual_seed(k))

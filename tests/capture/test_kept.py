@@ -70,7 +70,9 @@ def measured(use_again):
     torch.manual_seed(0)
     model = Latents()
     optimizer = torch.optim.SGD([*model.queries.parameters(), *model.values.parameters()], lr=0.1)
-    probe = SpectralProbe(model, optimizer, mode="observe", quantities=["input_stable_rank", "alignment"])
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, mode="observe", quantities=["input_stable_rank", "alignment"]
+    )
     with probe.step():
         model(torch.randn(8, 9)).square().mean().backward()
         if use_again:

@@ -185,7 +185,7 @@ def test_light_quantities_of_every_optimizer(name, flags):
     """Through the probe: sizes of the update, its promise, and no gradient taken for overwritten."""
     model = make_model(bias=name != "Muon")
     optimizer = make_optimizer(name, flags, model)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     for _ in range(2):
         closure_for(model, optimizer)()
         start = snapshot(model)
@@ -278,7 +278,7 @@ def test_of_several_closure_calls_the_first_counts(way):
 def test_a_closure_that_ran_twice_leaves_no_contribution():
     model = make_model()
     optimizer = ClosureTwice(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     with probe.step():
         optimizer.step(closure_for(model, optimizer))
     assert math.isnan(probe.latest.value("contribution", "0"))
@@ -422,7 +422,7 @@ def test_after_an_exception_the_next_armed_step_is_seen(fails_in):
 def test_an_exception_in_a_probed_step_leaves_no_hook_and_the_next_is_measured(quantities):
     model = make_model()
     optimizer = FailsMidway(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=quantities)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities)
     with pytest.raises(BoomError), probe.step():
         optimizer.step(closure_for(model, optimizer))
     assert hooks(optimizer) == 0
@@ -452,7 +452,7 @@ def test_disarming_removes_every_hook_and_may_be_repeated():
 def test_a_step_that_is_never_made_has_no_moments():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     with probe.step():
         loss_of(model).backward()
     assert math.isnan(probe.latest.value("update_norm", "0"))
@@ -490,7 +490,7 @@ class ConsumesGradients(torch.optim.SGD):
 def test_an_overwritten_gradient_promises_nothing(kind, way):
     model = make_model()
     optimizer = kind(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     with probe.step():
         WAYS[way](optimizer, closure_for(model, optimizer))
     for info in probe.latest.layers:
@@ -505,7 +505,7 @@ def steps_of(make, count=3):
     """Contributions of a run, and of each step what autograd and the weights say."""
     model = make_model()
     optimizer = make(model.parameters())
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     expected, seen = [], []
     for _ in range(count):
         with probe.step():
@@ -555,7 +555,7 @@ def test_sparse_gradients_of_embeddings_count(chosen):
     measured = []
     for model in (sparse, dense):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        probe = SpectralProbe(model, optimizer, quantities="light", **chosen)
+        probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light", **chosen)
         with probe.step():
             model(torch.tensor([1, 1, 2])).square().mean().backward()
             optimizer.step()
@@ -570,7 +570,7 @@ def test_sparse_gradients_of_embeddings_count(chosen):
 def test_a_gradient_with_nan_was_not_overwritten():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     with probe.step():
         loss_of(model).backward()
         model[0].weight.grad[0, 0] = math.nan

@@ -41,7 +41,7 @@ def stepped(sizes, look=None, quantities=KEYS, **settings):
     model = Unrolled(sizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settings.setdefault("replay_samples", None)
-    probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe", **settings)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, mode="observe", **settings)
     x = torch.randn(max(sizes), 32)
     for _ in range(2):
         with training_step(probe, optimizer):

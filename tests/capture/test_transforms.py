@@ -75,7 +75,7 @@ def trained(make, step, monitored):
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, mode="observe") if monitored else None
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe") if monitored else None
     for x in torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1)):
         optimizer.zero_grad()
         with nullcontext() if probe is None else probe.step():

@@ -28,7 +28,7 @@ def rms(h):
 
 def test_a_generator_is_seen_though_the_discriminator_is_trained_in_between(parts):
     judging, making = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (parts.judge, parts.maker))
-    probe = SpectralProbe(parts, [judging, making])
+    probe = SpectralProbe(parts, [judging, making], every_n_steps=1)
     noise, real = torch.randn(5, 3), torch.randn(5, 6)
     with probe.step():
         fake = parts.maker(noise)
@@ -49,7 +49,7 @@ def test_a_generator_is_seen_though_the_discriminator_is_trained_in_between(part
 def test_of_several_micro_batches_the_last_counts_in_every_part(parts):
     """The frozen part gets no gradient to tell that its forward is over."""
     optimizer = torch.optim.SGD([*parts.maker.parameters(), *parts.judge.parameters()], lr=0.1)
-    probe = SpectralProbe(parts, optimizer)
+    probe = SpectralProbe(parts, optimizer, every_n_steps=1)
     with probe.step(accumulated=3):
         for _ in range(3):
             x = torch.randn(5, 3)

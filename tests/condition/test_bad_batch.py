@@ -19,7 +19,7 @@ def train(steps, spoil, lr=1e-3):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    probe = SpectralProbe(model, optimizer, verbose=False)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, verbose=False)
     for step in range(steps):
         x, y = torch.randn(32, 16), torch.randint(4, (32,))
         if step == steps - 2:

@@ -18,7 +18,7 @@ def probe_of(mode="warn", **settings):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    probe = SpectralProbe(model, optimizer, quantities="light", mode=mode, **settings)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light", mode=mode, **settings)
     for _ in range(5):
         with training_step(probe, optimizer):
             model(torch.randn(32, 16)).square().mean().backward()

@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 def causes(model, optimizer=None, steps=4):
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-3)
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(steps):
         with training_step(probe, optimizer):
@@ -79,7 +79,7 @@ def test_a_gradient_that_comes_later_lifts_it():
     model = Net(cut=2)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     assert "dead" in causes(model, optimizer)[-1]
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     x = torch.randn(32, 16)
     for step in range(8):
         model.cut = 0 if step > 3 else 2
@@ -92,7 +92,7 @@ def test_layers_that_have_moved_before_are_not_cut_off():
     """As where some are trained by turns."""
     model = Net(cut=0)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     for step in range(6):
         model.cut = 2 if step else 0
         with training_step(probe, optimizer):
@@ -151,7 +151,7 @@ def test_a_tower_whose_optimizer_waits_is_left_alone():
     model = Towers(tower(16, 24, 24, 16))
     rest = [*model.query.parameters(), *model.head.parameters()]
     optimizers = [torch.optim.AdamW(rest, 1e-3), torch.optim.AdamW(model.other.parameters(), 1e-3)]
-    probe = SpectralProbe(model, optimizers, mode="observe")
+    probe = SpectralProbe(model, optimizers, every_n_steps=1, mode="observe")
     for step in range(4):
         with probe.step():
             x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))

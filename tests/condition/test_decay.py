@@ -201,7 +201,7 @@ def test_a_penalty_in_the_loss_is_not_the_decay_of_adam(decay, blamed):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=decay)
-    probe, causes = SpectralProbe(model, optimizer, mode="observe", quantities="light"), set()
+    probe, causes = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe", quantities="light"), set()
     for _ in range(100):
         x = torch.randn(64, 16)
         with training_step(probe, optimizer):

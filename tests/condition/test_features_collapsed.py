@@ -143,7 +143,7 @@ def test_a_single_row_has_no_stable_rank(rows):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     x = torch.randn(rows, 8)
     with probe.step():
         model(x).square().mean().backward()

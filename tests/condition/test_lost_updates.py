@@ -32,7 +32,7 @@ def trained(lr, *, dead=(), bias=0.1, scale=1.0, dtype=torch.bfloat16, quantitie
             model[i].bias.fill_(-100.0 if i in dead else bias)
         model[6].weight.mul_(scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, mode="observe")
     x, y = torch.randn(64, 16, dtype=dtype), torch.randn(64, 4)
     for _ in range(steps):
         with training_step(probe, optimizer):

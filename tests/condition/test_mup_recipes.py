@@ -64,7 +64,7 @@ def last(recipe, optimizer, width, factor=1.0):
             split.append({**group, "params": [odd], "lr": group["lr"] * factor})
     split = [group for group in split if group["params"]]
     chosen = (torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam)(split)
-    probe = SpectralProbe(model, chosen, quantities="light", mode="observe")
+    probe = SpectralProbe(model, chosen, every_n_steps=1, quantities="light", mode="observe")
     for _ in range(STEPS):
         x = torch.randn(64, 32)
         y = torch.stack([x[:, 0] * x[:, 1], x[:, 2:5].sum(1), x[:, 5], x[:, 6]], 1)

@@ -281,7 +281,7 @@ def test_other_decays_are_not(make):
 def test_a_loop_of_ones_own_can_tell_its_schedule(steps, told):
     network = Module(None).network
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
-    probe = SpectralProbe(network, optimizer, mode="observe")
+    probe = SpectralProbe(network, optimizer, every_n_steps=1, mode="observe")
     probe.report_schedule(warm_up(400)(optimizer), steps)
     optimizer.param_groups[0]["lr"] = 1e-5
     with probe.step():

@@ -66,7 +66,7 @@ def test_a_matrix_that_is_embedding_and_readout_at_once_is_judged_as_readout():
             width=32,
             rule=lambda name, parameter: factor if name == "tok.weight" else 1.0,
         )
-        probe = SpectralProbe(run.model, run.optimizer, quantities="light", mode="observe")
+        probe = SpectralProbe(run.model, run.optimizer, every_n_steps=1, quantities="light", mode="observe")
         assert {layer.info.name: layer.tied_to for layer in probe.anatomy.layers if layer.tied_to} == {"head": "tok"}
         measurements = train(run, 30, 1)[0]
         return named(measurements), measurements[-1].states

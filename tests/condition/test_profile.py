@@ -295,7 +295,7 @@ def test_a_profile_of_a_real_run(tmp_path):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        watching = SpectralProbe(model, optimizer, quantities="light")
+        watching = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
         for _ in range(4):
             with training_step(watching, optimizer):
                 model(torch.randn(32, 8)).square().mean().backward()

@@ -46,7 +46,7 @@ def under_lightning(network):
 
 def in_a_loop(network):
     optimizer = torch.optim.AdamW(network.parameters(), 1e-3)
-    probe = SpectralProbe(network, optimizer, mode="observe")
+    probe = SpectralProbe(network, optimizer, every_n_steps=1, mode="observe")
     for _ in range(3):
         with probe.step():
             loss = F.cross_entropy(network(X), Y)

@@ -76,7 +76,7 @@ def test_under_lightning_nothing_is_said_of_targets_of_usual_size(name):
 def in_a_loop(scale, tell):
     model = perceptron()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     for _ in range(3):
         with training_step(probe, optimizer):
             loss = F.mse_loss(model(X), scale * Y)
@@ -96,7 +96,7 @@ def test_a_network_that_scales_its_own_outputs_is_asked_for_nothing_unusual():
     """Outputs are those of the readout; what turns them into large targets afterwards is the remedy itself."""
     model = perceptron()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     with probe.step():
         loss = F.mse_loss(1000 * model(X), 1000 * Y)
         loss.backward()

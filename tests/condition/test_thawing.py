@@ -51,12 +51,12 @@ def test_a_tenth_of_the_rate_is_usual_for_what_thaws_and_others_may_stay_frozen(
     model = Tuned()
     model.body.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.head.parameters(), 1e-3)
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     for _ in range(3):
         step(probe, model, optimizer)
     if resumed:
         state = json.loads(json.dumps(probe.state_dict()["state"]["oversight"]))
-        probe = SpectralProbe(model, optimizer, mode="observe")
+        probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
         probe._supervisor.load_state_dict(state)
     thaw(model, optimizer, layers, 1e-4)
     for _ in range(4):
@@ -78,7 +78,7 @@ def test_rates_that_nothing_explains_are_told(frozen, lr):
         ],
         1e-3,
     )
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     step(probe, model, optimizer)
     if frozen:
         thaw(model, optimizer, (0, 4, 6), 1e-3)
@@ -114,7 +114,7 @@ def test_steps_of_layers_that_began_at_zero_do_not_tell_which_rate_is_the_usual_
     slow = [p for name, p in model.named_parameters() if name.startswith(("first", "second"))]
     others = [p for name, p in model.named_parameters() if not name.startswith(("first", "second"))]
     optimizer = torch.optim.Adam([{"params": others}, {"params": slow, "lr": 2e-6}], 2e-4)
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     for _ in range(12):
         found = step(probe, model, optimizer)
         told = {name for verdict in found.values() for name in verdict.layers}

@@ -65,7 +65,7 @@ def test_a_temperature_that_runs_away_is_named(rate, told):
     torch.manual_seed(0)
     model = Matcher()
     optimizer = torch.optim.Adam([{"params": model.body.parameters()}, {"params": [model.scale], "lr": rate}], lr=1e-3)
-    probe, causes = SpectralProbe(model, optimizer, mode="observe", quantities="light"), set()
+    probe, causes = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe", quantities="light"), set()
     for _ in range(12):
         x = torch.randn(32, 16)
         with training_step(probe, optimizer):
@@ -103,7 +103,7 @@ def test_a_loss_so_small_that_gradients_drown_in_eps_is_told_and_the_readout_is_
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())], nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    probe, causes = SpectralProbe(model, optimizer, mode="observe", quantities="light"), []
+    probe, causes = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe", quantities="light"), []
     for _ in range(8):
         x = torch.randn(64, 32)
         with training_step(probe, optimizer):
@@ -120,7 +120,9 @@ def test_gradients_are_known_from_below():
     """Of plain gradient descent exactly."""
     torch.manual_seed(0)
     layer = nn.Linear(5, 3, bias=False)
-    probe = SpectralProbe(layer, optimizer := torch.optim.SGD(layer.parameters(), lr=0.1), mode="observe")
+    probe = SpectralProbe(
+        layer, optimizer := torch.optim.SGD(layer.parameters(), lr=0.1), every_n_steps=1, mode="observe"
+    )
     with probe.step():
         layer(torch.randn(7, 5)).square().mean().backward()
         optimizer.step()
@@ -145,7 +147,9 @@ def test_two_factors_that_are_zero_are_not_said_to_be_cut_off():
 
     torch.manual_seed(0)
     model = Adapter()
-    probe = SpectralProbe(model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), mode="observe")
+    probe = SpectralProbe(
+        model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), every_n_steps=1, mode="observe"
+    )
     for _ in range(16):
         with training_step(probe, optimizer):
             model(torch.randn(32, 8)).square().mean().backward()
@@ -168,7 +172,9 @@ def test_a_recurrent_encoder_that_is_detached_is_named():
 
     torch.manual_seed(0)
     model = Translator()
-    probe = SpectralProbe(model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), mode="observe")
+    probe = SpectralProbe(
+        model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), every_n_steps=1, mode="observe"
+    )
     for _ in range(4):
         x = torch.randint(0, 11, (16, 5))
         with training_step(probe, optimizer):
@@ -255,7 +261,7 @@ class Cut(nn.Module):
 def causes_of(model, optimizer=None, steps=30, **options):
     torch.manual_seed(0)
     optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-3)
-    probe, found = SpectralProbe(model, optimizer, mode="observe", **options), {}
+    probe, found = SpectralProbe(model, optimizer, mode="observe", **({"every_n_steps": 1} | options)), {}
     for _ in range(steps):
         with training_step(probe, optimizer):
             model(torch.randn(32, 8)).square().mean().backward()
@@ -373,7 +379,9 @@ def test_units_between_two_constant_matrices_stay_alike_and_that_is_told_at_once
     model = perceptron(constant)
     for k in frozen:
         model[2 * k].requires_grad_(False)
-    probe = SpectralProbe(model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), quantities="light")
+    probe = SpectralProbe(
+        model, optimizer := torch.optim.Adam(model.parameters(), 1e-3), every_n_steps=1, quantities="light"
+    )
     for _ in range(2):
         with training_step(probe, optimizer):
             nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(8, (32,))).backward()

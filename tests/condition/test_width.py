@@ -201,7 +201,7 @@ def test_a_readout_that_begins_at_zero_has_the_growth_of_the_closed_form(tmp_pat
         head = nn.Sequential(nn.Linear(width, 4, bias=False))
         nn.init.zeros_(head[0].weight)
         given = optimizer(head.parameters(), lr=lr)
-        probe = SpectralProbe(head, given, quantities="light", mode="observe")
+        probe = SpectralProbe(head, given, every_n_steps=1, quantities="light", mode="observe")
         for _ in range(2):
             with training_step(probe, given):
                 (head(torch.ones(2, width)).sum(1) * torch.tensor([1.0, 2.0])).sum().backward()

@@ -31,7 +31,9 @@ def run(
     optimizer = make(network)
     scheduler = schedule(optimizer)
     rule = LRCorrection("target", size=size)
-    probe = SpectralProbe(network, optimizer, mode="correct", quantities="light", correction=rule, **options)
+    probe = SpectralProbe(
+        network, optimizer, mode="correct", quantities="light", correction=rule, **({"every_n_steps": 1} | options)
+    )
     for step in range(steps):
         each(step, optimizer)
         with training_step(probe, optimizer):
@@ -291,7 +293,9 @@ def test_what_keeps_its_rate_is_told():
 
 def test_parts_of_a_normalized_weight_are_measured_with_it():
     network = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(70, 8)))
-    probe = SpectralProbe(network, torch.optim.SGD(network.parameters(), lr=0.1), mode="correct", quantities="light")
+    probe = SpectralProbe(
+        network, torch.optim.SGD(network.parameters(), lr=0.1), every_n_steps=1, mode="correct", quantities="light"
+    )
     assert len(list(network.parameters())) == 3
     assert probe._supervisor.decision.endswith("a step then changes a layer's outputs by about 47 %")
 
@@ -319,7 +323,9 @@ def test_what_is_not_measured_takes_the_usual_multiplier(make, apart):
         model = Waves()
         groups = [[p for p in model.parameters() if (p is model.waves) == kind] for kind in (False, True)]
         optimizer = make([{"params": some} for some in groups] if apart else model.parameters(), lr=lr)
-        probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(), verbose=False, **settings)
+        probe = SpectralProbe(
+            model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection(), verbose=False, **settings
+        )
         for _ in range(12):
             x = torch.randn(32, 8)
             with training_step(probe, optimizer):

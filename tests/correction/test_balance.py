@@ -23,7 +23,9 @@ def learn(factor, steps=20):
     rates = {name: LR * (factor if name == "2.weight" else 1) for name, _ in network.named_parameters()}
     optimizer = torch.optim.SGD([{"params": [p], "lr": rates[name]} for name, p in network.named_parameters()], lr=LR)
     rule = LRCorrection("balance")
-    probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, quantities=rule.quantities, correction=rule, mode="correct"
+    )
     for step in range(steps):
         x = batch(step, network)
         with training_step(probe, optimizer):

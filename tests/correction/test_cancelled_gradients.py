@@ -33,7 +33,7 @@ def train(steps=40, precision=None, optimizer=torch.optim.SGD, lr=0.1, **options
     """A probe after some steps, and the network."""
     torch.manual_seed(0)
     net = Attention()
-    probe = SpectralProbe(net, optimizer := optimizer(net.parameters(), lr), **options)
+    probe = SpectralProbe(net, optimizer := optimizer(net.parameters(), lr), **({"every_n_steps": 1} | options))
     mixed = torch.autocast("cpu", precision, enabled=precision is not None)
     for _ in range(steps):
         y = torch.randint(4, (32,))

@@ -109,7 +109,9 @@ def test_several_optimizers_are_several():
     network = perceptron()
     first, last = network[:3].parameters(), network[4].parameters()
     optimizers = [torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.Adam(last)]
-    probe = SpectralProbe(network, optimizers, mode="correct", quantities="light", correction=LRCorrection())
+    probe = SpectralProbe(
+        network, optimizers, every_n_steps=1, mode="correct", quantities="light", correction=LRCorrection()
+    )
     for step in range(4):
         with probe.step():
             network(batch(step, network)).logsumexp(-1).mean().backward()

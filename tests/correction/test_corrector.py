@@ -65,6 +65,7 @@ def correcting(policy, kind=torch.optim.Adam, network=None, condition=SpectralCo
     probe = SpectralProbe(
         network,
         optimizer,
+        every_n_steps=1,
         quantities=quantities,
         condition=condition,
         correction=rule,
@@ -112,7 +113,7 @@ def test_target_counts_taps_as_the_weights_do():
     )
     optimizer = torch.optim.Adam(network.parameters(), lr=LR)
     rule = LRCorrection("target", size="lr")
-    probe = SpectralProbe(network, optimizer, quantities="light", correction=rule, mode="correct")
+    probe = SpectralProbe(network, optimizer, every_n_steps=1, quantities="light", correction=rule, mode="correct")
     data = {"0": (2 * 5 / REFERENCE_INPUTS) ** 0.25}
     wanted = {n: share(network, n, "readout" if n == "7" else "operator", data.get(n, 1.0)) for n in "0257"}
     for step in range(40):
@@ -139,7 +140,7 @@ def test_a_profile_is_followed_by_a_wider_network(tmp_path):
     torch.manual_seed(0)
     narrow = perceptron(72)
     optimizer = torch.optim.Adam(narrow.parameters(), lr=LR / 10)
-    probe = SpectralProbe(narrow, optimizer, quantities=["update_natural", "weight_natural", "lr"])
+    probe = SpectralProbe(narrow, optimizer, every_n_steps=1, quantities=["update_natural", "weight_natural", "lr"])
     train(narrow, optimizer, probe, 40, rate=lambda step: LR / 10)
     probe.save_profile(tmp_path / "narrow.json")
     wanted = {name: last(probe)[name] for name in "024"}
@@ -175,7 +176,9 @@ def test_nan_zero_and_mere_decay_move_nothing():
     network[2].register_full_backward_hook(lambda *args: None)
     optimizer = torch.optim.AdamW(network.parameters(), lr=LR, weight_decay=0.5)
     rule = LRCorrection("target")
-    probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, quantities=rule.quantities, correction=rule, mode="correct"
+    )
     first = dict(probe.multipliers)
     spoil = {"0.weight": math.nan, "2.weight": 0.0, "4.weight": math.inf}
     for name, p in network.named_parameters():
@@ -302,6 +305,7 @@ def test_only_measured_weights_are_rescaled():
     probe = SpectralProbe(
         network,
         torch.optim.SGD(network.parameters(), lr=LR),
+        every_n_steps=1,
         quantities=rule.quantities,
         exclude=["2*"],
         correction=rule,
@@ -381,7 +385,9 @@ def test_effective_rates_are_shown():
 def test_lbfgs_is_refused():
     network = perceptron()
     with pytest.raises(ValueError, match="LBFGS"):
-        SpectralProbe(network, torch.optim.LBFGS(network.parameters()), quantities="light", mode="correct")
+        SpectralProbe(
+            network, torch.optim.LBFGS(network.parameters()), every_n_steps=1, quantities="light", mode="correct"
+        )
 
 
 @pytest.mark.parametrize("policy", ["target", "fsc"])

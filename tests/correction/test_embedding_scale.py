@@ -39,7 +39,9 @@ class Reader(nn.Module):
 
 def in_a_loop(network):
     optimizer = torch.optim.Adam(network.parameters(), 1e-3, eps=1e-15)
-    probe = SpectralProbe(network, optimizer, mode="correct", quantities="light", correction=LRCorrection())
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, mode="correct", quantities="light", correction=LRCorrection()
+    )
     for _ in range(STEPS):
         with training_step(probe, optimizer):
             F.cross_entropy(network(IDS), NEXT).backward()

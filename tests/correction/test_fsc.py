@@ -63,7 +63,9 @@ def train(network, steps, **settings):
     """Plain gradient descent under fsc; what the last step took off the loss, and contributions without the package."""
     optimizer = torch.optim.SGD(network.parameters(), lr=LR)
     rule = LRCorrection("fsc", **settings)
-    probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, quantities=rule.quantities, correction=rule, mode="correct"
+    )
     for _ in range(steps):
         before = {name: p.detach().clone() for name, p in network.named_parameters()}
         with training_step(probe, optimizer):
@@ -221,7 +223,9 @@ def test_polyak_says_where_the_loss_is_not_known():
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(network.parameters(), lr=LR)
     rule = LRCorrection("fsc", polyak=0.0)
-    probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, quantities=rule.quantities, correction=rule, mode="correct"
+    )
     said = pytest.warns(SpectralMonitorWarning, match="not corrected .*polyak needs the loss; ")
     with said, probe.step():
         network(torch.ones(3, 4)).square().mean().backward()
@@ -249,7 +253,14 @@ def test_few_samples_do_not_tell_the_loss():
     network = Language()
     optimizer = torch.optim.SGD(network.parameters(), lr=LR)
     with pytest.raises(ValueError, match="set replay_samples=None, got 8"):
-        SpectralProbe(network, optimizer, replay_samples=8, correction=LRCorrection("fsc", polyak=0.0), mode="correct")
+        SpectralProbe(
+            network,
+            optimizer,
+            every_n_steps=1,
+            replay_samples=8,
+            correction=LRCorrection("fsc", polyak=0.0),
+            mode="correct",
+        )
     assert SpectralLRCorrector("fsc", polyak=0.0).settings.replay_samples is None
     assert SpectralLRCorrector("fsc").settings.replay_samples == "auto"
 

@@ -159,7 +159,7 @@ def test_what_a_correction_begins_with(size, normalizes):
     before = float(natural_norm(net[0].weight, role="operator", exact=True))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.0)
     rule = LRCorrection("target", spectral_init=size)
-    probe = SpectralProbe(net, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
+    probe = SpectralProbe(net, optimizer, every_n_steps=1, quantities=rule.quantities, correction=rule, mode="correct")
     with probe.step():
         net(torch.randn(8, 96)).square().mean().backward()
         optimizer.step()
@@ -231,7 +231,9 @@ def test_auto_rescales_what_was_drawn(frozen):
     before = [p.clone() for p in module.parameters()]
     rule = LRCorrection(spectral_init="auto")
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
-    probe = SpectralProbe(module, optimizer, mode="correct", quantities=rule.quantities, correction=rule)
+    probe = SpectralProbe(
+        module, optimizer, every_n_steps=1, mode="correct", quantities=rule.quantities, correction=rule
+    )
     with probe.step():
         pass
     changed = [not torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True)]

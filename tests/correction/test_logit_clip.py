@@ -58,7 +58,9 @@ def test_queries_and_keys_are_slowed_by_the_factor(policy):
     for limit in (1e6, 1e-6):
         model = Attending()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(policy, qk_clip=limit))
+        probe = SpectralProbe(
+            model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection(policy, qk_clip=limit)
+        )
         torch.manual_seed(1)
         with probe.step():
             model(torch.randn(8, 5, 16)).square().mean().backward()
@@ -82,7 +84,7 @@ def test_only_what_is_slowed_is_meant_to_move_less(limit, slowed):
     model = Attending()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rule = LRCorrection("balance", qk_clip=limit)
-    probe = SpectralProbe(model, optimizer, mode="correct", correction=rule)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=rule)
     with probe.step():
         model(torch.randn(8, 5, 16)).square().mean().backward()
         optimizer.step()

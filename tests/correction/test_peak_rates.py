@@ -96,7 +96,9 @@ def probe_of(kind=torch.optim.Adam, lr=1.0):
     network = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = kind(network.parameters(), lr=lr)
     rule = LRCorrection()
-    probe = SpectralProbe(network, optimizer, quantities=rule.quantities, correction=rule, mode="correct")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, quantities=rule.quantities, correction=rule, mode="correct"
+    )
     return probe, network, optimizer
 
 

@@ -42,7 +42,9 @@ def looped(micro_batches=1, tell=False, told=None, clip=None, part=False, scale=
     """Train in a loop of one's own; return the probe, the model, and of each step the losses and the weights."""
     model = Noisy(part=part)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(), quantities="light", tol=1e-6)
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection(), quantities="light", tol=1e-6
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     torch.manual_seed(3)
     batches, steps = data(), []
@@ -143,7 +145,9 @@ def test_under_autocast_the_loss_is_looked_at_in_full_precision(where):
     model = HALVES[where](noise=0.0).float()
     space = dict(vars(model))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(size=1 / 1024), quantities="light")
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection(size=1 / 1024), quantities="light"
+    )
     for x, y in data(4):
         x, y = x.float(), y.float()
         before, after = Noisy(noise=0.0), Noisy(noise=0.0)

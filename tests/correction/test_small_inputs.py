@@ -27,7 +27,9 @@ def in_a_loop(x, steps=3, model=None, state=None, offer=True):
     model = model or network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     rule = LRCorrection()
-    probe = SpectralProbe(model, optimizer, mode="correct", correction=rule, quantities=rule.quantities)
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, mode="correct", correction=rule, quantities=rule.quantities
+    )
     if state is not None:
         probe.load_state_dict(state)
     for _ in range(steps):

@@ -59,7 +59,7 @@ def test_steps_that_grow_with_gradients_have_less_room():
     optimizers = {torch.optim.SGD: LONGEST_PROPORTIONAL, torch.optim.AdamW: LONGEST}
     for kind, longest in optimizers.items():
         network = nn.Linear(2, 1)
-        probe = SpectralProbe(network, kind(network.parameters(), lr=0.1), mode="correct")
+        probe = SpectralProbe(network, kind(network.parameters(), lr=0.1), every_n_steps=1, mode="correct")
         length = probe._supervisor._corrector.step_length
         assert [length.see(step, 2.0) for step in range(3)][-1] == pytest.approx(longest / 2)
 
@@ -355,7 +355,9 @@ def test_looking_leaves_no_trace(monkeypatch):
 def test_edge_is_what_the_loss_after_the_step_says():
     probe, network, _ = fit(looks=True, steps=7)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    probe = SpectralProbe(network, optimizer, correction=LRCorrection(), mode="correct", quantities="light")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, correction=LRCorrection(), mode="correct", quantities="light"
+    )
     before, x = copy.deepcopy(network).double(), points(99)
     with training_step(probe, optimizer):
         loss = (network(x) - image(x)).square().mean()
@@ -374,7 +376,9 @@ def test_edge_is_what_the_loss_after_the_step_says():
 def test_a_loss_of_derivatives_is_known_too():
     network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    probe = SpectralProbe(network, optimizer, correction=LRCorrection(), mode="correct", quantities="light")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, correction=LRCorrection(), mode="correct", quantities="light"
+    )
 
     def residual():
         x = points(0).requires_grad_()
@@ -596,7 +600,9 @@ def accumulated(told, again_of, divide=4, noise=0.0):
     network, batches = siren(), [points(k, 64) for k in range(4)]
     network.append(nn.Dropout(noise))
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
-    probe = SpectralProbe(network, optimizer, correction=LRCorrection(), mode="correct", quantities="light")
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, correction=LRCorrection(), mode="correct", quantities="light"
+    )
     torch.manual_seed(3)
     states, losses = [], []
     with probe.step(accumulated=divide):

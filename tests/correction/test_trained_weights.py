@@ -45,7 +45,7 @@ def linear(out=WIDTH):
 def corrector(model, steps=1, **settings):
     torch.manual_seed(1)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
-    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection(**settings))
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection(**settings))
     for _ in range(steps):
         with probe.step():
             loss = model(torch.randn(32, WIDTH)).square().mean()
@@ -108,7 +108,7 @@ def test_the_first_step_does_not_write_over_a_table():
     nn.init.normal_(model[0].weight, std=0.02)
     before = model[0].weight.detach().clone()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    probe = SpectralProbe(model, optimizer, mode="correct")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct")
     tokens = torch.arange(20)
     moved = []
     for _ in range(2):

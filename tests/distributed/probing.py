@@ -122,7 +122,7 @@ class Loop:
 
     def probe(self, **options: Any) -> SpectralProbe:
         rank = part(self.way)[0] if self.way in ("tp", "fsdp2_tp") else None
-        return SpectralProbe(self.model, self.optimizer, data_parallel_rank=rank, **options)
+        return SpectralProbe(self.model, self.optimizer, data_parallel_rank=rank, **({"every_n_steps": 1} | options))
 
     def loss(self, batch: Sequence[Tensor]) -> Tensor:
         if isinstance(self.net, Transformer):
@@ -266,7 +266,7 @@ def told(rank: int, key: str, value: Any) -> str:
     net = nn.Linear(3, 2)
     options = {key: value} if dist.get_rank() == rank else {}
     with pytest.raises(ValueError, match=key) as error:
-        SpectralProbe(net, torch.optim.SGD(net.parameters(), 0.1), **options)
+        SpectralProbe(net, torch.optim.SGD(net.parameters(), 0.1), every_n_steps=1, **options)
     return str(error.value)
 
 
@@ -276,20 +276,20 @@ def refused(what: str) -> str:
     try:
         if what == "tp without a number":
             loop = Loop("tp", "perceptron")
-            SpectralProbe(loop.model, loop.optimizer)
+            SpectralProbe(loop.model, loop.optimizer, every_n_steps=1)
         elif what == "fsdp2_tp without a number":
             loop = Loop("fsdp2_tp", "perceptron")
-            SpectralProbe(loop.model, loop.optimizer)
+            SpectralProbe(loop.model, loop.optimizer, every_n_steps=1)
         elif what == "a number out of range":
             loop = Loop("ddp", "perceptron")
-            SpectralProbe(loop.model, loop.optimizer, data_parallel_rank=2 if rank else 0)
+            SpectralProbe(loop.model, loop.optimizer, every_n_steps=1, data_parallel_rank=2 if rank else 0)
         elif what == "other weights":
             torch.manual_seed(rank)
             net = NETWORKS["perceptron"]()
-            SpectralProbe(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            SpectralProbe(net, torch.optim.SGD(net.parameters(), lr=0.1), every_n_steps=1)
         elif what == "other layers":
             net = nn.Sequential(nn.Linear(4, 8 + rank), nn.Linear(8 + rank, 2))
-            SpectralProbe(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            SpectralProbe(net, torch.optim.SGD(net.parameters(), lr=0.1), every_n_steps=1)
         elif what == "another state":
             loop, other = Loop("ddp", "perceptron"), Loop("", "deep 4")
             probe, state = loop.probe(), None

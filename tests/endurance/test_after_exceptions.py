@@ -90,7 +90,7 @@ def test_a_probe_in_one_long_loop(place):
     """Every second step fails; the user catches that and goes on."""
     model = Net()
     optimizer = Optimizer(model.parameters(), lr=0.01)
-    probe = SpectralProbe(model, optimizer, history=2)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, history=2)
     x = torch.randn(16, 8)
 
     def step():

@@ -93,7 +93,9 @@ def test_sinks_that_fail_now_and_then(seed, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SpectralMonitorWarning)
         plain, _ = train(net(), 20)
-        seen, probe = train(net(), 20, lambda *pair: SpectralProbe(*pair, sinks=[moody, steady], mode="observe"))
+        seen, probe = train(
+            net(), 20, lambda *pair: SpectralProbe(*pair, every_n_steps=1, sinks=[moody, steady], mode="observe")
+        )
         probe.close()
     assert seen == plain
     assert [m.step for m in read_measurements(steady.path)] == [m.step for m in probe.measurements] == [*range(1, 21)]
@@ -149,13 +151,15 @@ def test_a_clock_that_jumps(seed, share, monkeypatch):
     monkeypatch.setattr(guards, "time", SimpleNamespace(perf_counter=clock))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SpectralMonitorWarning)
-        seen, probe = train(net(), STEPS, lambda *pair: SpectralProbe(*pair, max_overhead=share, mode="observe"))
+        seen, probe = train(
+            net(), STEPS, lambda *pair: SpectralProbe(*pair, every_n_steps=1, max_overhead=share, mode="observe")
+        )
     assert seen == train(net(), STEPS)[0]
     assert [str(w.message) for w in caught if "failed" in str(w.message)] == []
     steps = [m.step for m in probe.measurements]
     assert steps[0] == 1
     assert share is not None or steps == [*range(1, STEPS + 1)]
-    _, calm = train(net(), STEPS, lambda *pair: SpectralProbe(*pair, mode="observe"))
+    _, calm = train(net(), STEPS, lambda *pair: SpectralProbe(*pair, every_n_steps=1, mode="observe"))
     expected = {m.step: m for m in calm.measurements}
     for m in probe.measurements:
         for name in ("first", "last"):
@@ -178,7 +182,7 @@ def named(tmp_path):
     sinks = [JSONLinesSink(tmp_path / FILE), TensorBoardSink(SummaryWriter(tmp_path))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        probe = SpectralProbe(model, optimizer, sinks=sinks)
+        probe = SpectralProbe(model, optimizer, every_n_steps=1, sinks=sinks)
         for _ in range(5):
             with training_step(probe, optimizer):
                 model(torch.randn(8, 6)).square().mean().backward()
@@ -235,7 +239,7 @@ def test_ten_thousand_layers():
     model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(MANY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     begin = time.process_time()
-    probe = SpectralProbe(model, optimizer, quantities="light", mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light", mode="observe")
     before = torch.stack([layer.weight.detach() for layer in model]).double()
     with probe.step():
         for layer in model:

@@ -398,7 +398,7 @@ def test_without_a_budget_nothing_is_timed(monkeypatch):
     monkeypatch.setattr(budget, "perf_counter", never)
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    probe = SpectralProbe(net, optimizer, quantities="light")
+    probe = SpectralProbe(net, optimizer, every_n_steps=1, quantities="light")
     with warnings.catch_warnings(), probe.step():
         warnings.simplefilter("error")
         net(torch.randn(3, 2)).sum().backward()

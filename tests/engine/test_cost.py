@@ -54,7 +54,7 @@ def test_only_what_is_asked_for_is_paid_for(monkeypatch, quantities, estimates, 
     torch.manual_seed(0)
     model = Counted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=quantities, exclude=["*.bias"])
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, exclude=["*.bias"])
     runs = []
 
     def counting(stacks, tol, **rest):

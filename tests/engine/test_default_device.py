@@ -32,7 +32,7 @@ def measured(device, quantities):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    probe = SpectralProbe(model, optimizer, quantities=quantities, max_rows=16)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, max_rows=16)
     batches = [(torch.randn(64, 4, 3), torch.randint(4, (64,))) for _ in range(6)]
     found = []
     torch.set_default_device(device)

@@ -61,7 +61,7 @@ def test_edge_is_the_curvature_along_the_step(kind):
     model = Returns()
     cls, settings = OPTIMIZERS[kind]
     optimizer = cls(model.parameters(), **settings)
-    probe = SpectralProbe(model, optimizer, replay_samples=None)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, replay_samples=None)
     for k in range(8):
         before = copy.deepcopy(model)
         x, y = batch(k)
@@ -89,7 +89,7 @@ def test_what_is_known_in_float32_is_right_to_two_digits(kind, factor):
     model = Returns(torch.float32)
     cls, settings = OPTIMIZERS[kind]
     optimizer = cls(model.parameters(), **settings | {"lr": factor * settings["lr"]})
-    probe = SpectralProbe(model, optimizer, replay_samples=None)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, replay_samples=None)
     known = 0
     for k in range(8):
         before = copy.deepcopy(model)
@@ -135,7 +135,9 @@ def why(change, lr=0.05, dtype=torch.float64, accumulated=1, **settings):
     """Edge, and the reasons there are, of one step of a model that was changed."""
     model = Returns(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, maximize=change == "uphill")
-    probe = SpectralProbe(model, optimizer, replay_samples=settings.pop("replay_samples", None), **settings)
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, replay_samples=settings.pop("replay_samples", None), **settings
+    )
     x, y = batch(dtype=dtype)
     with probe.step(accumulated=accumulated):
         (model(x, y) / accumulated).backward()
@@ -168,7 +170,7 @@ def test_of_a_call_that_returns_no_loss_it_is_not_known():
 def test_of_some_samples_it_is_not_known():
     model = Returns()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    probe = SpectralProbe(model, optimizer, replay_samples=8)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, replay_samples=8)
     for k in range(2):
         with training_step(probe, optimizer):
             model(*batch(k)).backward()
@@ -218,7 +220,9 @@ def swept(lr, steps=STEPS):
     """Gradient descent on one batch: the mean decrease of the loss in a step, the median edge, the model."""
     model = Returns()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    probe = SpectralProbe(model, optimizer, replay_samples=None, quantities=["contribution", "feature_change"])
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, replay_samples=None, quantities=["contribution", "feature_change"]
+    )
     x, y = batch()
     for _ in range(steps):
         with training_step(probe, optimizer):
@@ -237,7 +241,9 @@ def test_of_one_step_from_the_same_weights_the_one_near_edge_one_is_best():
         lr = 0.1 * 1.1**k
         model = copy.deepcopy(start)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        probe = SpectralProbe(model, optimizer, replay_samples=None, quantities=["contribution", "feature_change"])
+        probe = SpectralProbe(
+            model, optimizer, every_n_steps=1, replay_samples=None, quantities=["contribution", "feature_change"]
+        )
         with training_step(probe, optimizer):
             model(x, y).backward()
         loss = float(model(x, y).detach() - start(x, y).detach())

@@ -56,7 +56,7 @@ def batch(rows=9, seed=0):
 
 def step(model, optimizer, quantities="full", factor=1.0, **settings):
     """One measured step with dropout's mask by seed 5; the measurement, the model before, and this step's batch."""
-    probe = SpectralProbe(model, optimizer, quantities=quantities, tol=1e-6, **settings)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, tol=1e-6, **settings)
     before, (x, y) = copy.deepcopy(model), batch()
     with probe.step():
         torch.manual_seed(5)
@@ -185,7 +185,7 @@ def test_backward_speed_formula():
     x, y = torch.randn(1, 6, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64)
     names = [f"layers.{i}" for i in range(4)]
     optimizer = torch.optim.SGD([{"params": [W], "lr": 1e-6 * (i + 1)} for i, W in enumerate(model.parameters())])
-    probe, before = SpectralProbe(model, optimizer, quantities="full"), copy.deepcopy(model)
+    probe, before = SpectralProbe(model, optimizer, every_n_steps=1, quantities="full"), copy.deepcopy(model)
     with probe.step():
         model(x, y).backward()
         optimizer.step()
@@ -345,7 +345,7 @@ def test_taps_blocks_branches_and_calls():
     model = Blocks().double()
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.5), torch.randn(4, 3, 5, dtype=torch.float64)
     probe, before = (
-        SpectralProbe(model, optimizer, quantities="full", blocks={"qkv": 3}, tol=1e-6),
+        SpectralProbe(model, optimizer, every_n_steps=1, quantities="full", blocks={"qkv": 3}, tol=1e-6),
         copy.deepcopy(model),
     )
     with probe.step():

@@ -50,7 +50,7 @@ def test_parts_add_up_to_the_change():
     x = torch.randn(1, 3, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     keys = [*PARTS, "feature_change_local", "feature_change"]
-    probe = SpectralProbe(model, optimizer, quantities=keys)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=keys)
     with probe.step():
         model(x).square().sum().backward()
         optimizer.step()
@@ -82,7 +82,7 @@ def test_parts_of_what_is_no_plain_matrix():
     model, x = Many().double(), torch.randn(6, 4, 5, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     before = copy.deepcopy(model)
-    probe = SpectralProbe(model, optimizer, quantities=PARTS, blocks={"qkv": 3})
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=PARTS, blocks={"qkv": 3})
     with probe.step():
         model(x).backward()
         optimizer.step()
@@ -122,7 +122,7 @@ def test_gradient_change_is_not_that_of_clipped_or_averaged_gradients():
     """Gradients are seen where they arrive: clipping and earlier micro-batches do not count."""
     model, optimizer = fresh()
     (x, y), before = batch(18), copy.deepcopy(model)
-    probe = SpectralProbe(model, optimizer, quantities=CHANGE)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=CHANGE)
     with probe.step(accumulated=2):
         for half in (slice(9), slice(9, 18)):
             torch.manual_seed(5)
@@ -137,7 +137,7 @@ def test_gradient_change_is_not_that_of_clipped_or_averaged_gradients():
 def test_of_several_backward_passes_no_gradient_is_that_of_the_loss():
     model, optimizer = fresh()
     x, y = batch()
-    probe = SpectralProbe(model, optimizer, quantities=CHANGE)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=CHANGE)
     with probe.step():
         model.first.weight.square().sum().backward()  # a penalty by itself
         model(x, y).backward()
@@ -160,7 +160,7 @@ def test_gradients_of_tables_may_be_sparse():
     model = Words().double()
     x, y = torch.tensor([1, 4, 4, 7]), torch.tensor([0, 2, 1, 0])
     optimizer, before = torch.optim.SGD(model.parameters(), lr=0.5), copy.deepcopy(model)
-    probe = SpectralProbe(model, optimizer, quantities=CHANGE)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=CHANGE)
     with probe.step():
         model(x, y).backward()
         optimizer.step()
@@ -192,7 +192,7 @@ def test_backward_speed_follows_from_the_dual_angle():
     x, y = torch.randn(1, 6, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64)
     optimizer = torch.optim.SGD([{"params": [W], "lr": 1e-6 * (i + 1)} for i, W in enumerate(model.parameters())])
     keys = ["dual_bfa_cos", "backward_speed", "backward_rms", "feature_rms", "contribution"]
-    probe = SpectralProbe(model, optimizer, quantities=keys)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=keys)
     with probe.step():
         model(x, y).backward()
         optimizer.step()
@@ -209,7 +209,7 @@ def test_in_half_the_digits_small_changes_of_gradients_are_rounding():
     model = Net(p=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
     x, y = batch()
-    probe = SpectralProbe(model, optimizer, quantities=[*CHANGE, *ANGLE])
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=[*CHANGE, *ANGLE])
     with probe.step():
         model(x.float(), y).backward()
         optimizer.step()
@@ -222,7 +222,7 @@ def test_changes_of_inputs_that_are_rounding_have_no_parts():
     model = Net(p=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     x, y = batch()
-    probe = SpectralProbe(model, optimizer, quantities=PARTS)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=PARTS)
     with probe.step():
         model(x.float(), y).backward()
         optimizer.step()

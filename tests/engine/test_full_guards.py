@@ -76,7 +76,7 @@ def run(kind, quantities=None):
     heard = []
     model = kind(heard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    probe = None if quantities is None else SpectralProbe(model, optimizer, quantities=quantities)
+    probe = None if quantities is None else SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities)
     seen = []
     for _ in range(STEPS):
         x, y = torch.randn(10, 6), torch.randint(3, (10,))
@@ -141,7 +141,7 @@ def test_hooks_and_gradients_come_back_after_an_error(error, where, monkeypatch)
     heard = []
     model = Watched(heard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="full")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="full")
     x, y = torch.randn(10, 6), torch.randint(3, (10,))
     monkeypatch.setattr(full, where, fails)
 
@@ -180,7 +180,7 @@ def test_graphs_are_let_go():
     torch.manual_seed(0)
     model = Watched([])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="full")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="full")
     with probe.step():
         model(torch.randn(10, 6), torch.randint(3, (10,))).backward()
         assert probe._engine.features.capture.checks._by_node

@@ -93,7 +93,7 @@ def test_reasons():
     for p in model[0].parameters():
         p.requires_grad_(False)
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=EXTREMES)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=EXTREMES)
     with probe.step(accumulated=2):
         (model(torch.randn(6, 4)).square().mean() / 2).backward()
         optimizer.step()
@@ -150,7 +150,7 @@ def test_reasons_of_the_dual_kernel():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["dual_bfk_ratio"])
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=["dual_bfk_ratio"])
     for accumulated, reason in ((2, full.ACCUMULATED), (1, full.NO_LOSS)):
         with probe.step(accumulated=accumulated):
             (model(torch.randn(6, 4)).square().mean() / accumulated).backward()

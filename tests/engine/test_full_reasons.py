@@ -41,7 +41,7 @@ def test_outputs_that_are_overwritten_cost_their_own_layer_only():
     torch.manual_seed(0)
     model = NowInPlace()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="full")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="full")
     x, y = batch()
     for _ in range(3):
         with probe.step():
@@ -108,7 +108,7 @@ def varied(kind):
     torch.manual_seed(0)
     model, (x, y) = Variant(kind).double(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if kind == "zero rate" else 0.1)
-    probe = SpectralProbe(model, optimizer, quantities="full")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="full")
     with probe.step(accumulated=2 if kind == "accumulated" else 1):
         if kind == "parts":
             functional.cross_entropy(model.second(model.first(x).relu()), y).backward()
@@ -151,7 +151,7 @@ def test_attention_that_has_no_second_derivative_of_its_own():
     torch.manual_seed(0)
     model = Attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["bfk_ratio"])
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=["bfk_ratio"])
     flags = [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()]
     with probe.step():
         model(torch.randn(3, 10, 8)).backward()

@@ -68,7 +68,7 @@ def expected(samples=16, low=0):
 
 def measured(model, steps=(slice(None),), scale=1.0, kind=torch.optim.SGD, **settings):
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=KEYS, blocks={"*qkv": 3}, **settings)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=KEYS, blocks={"*qkv": 3}, **settings)
     with probe.step(accumulated=len(steps)):
         for some in steps:
             (scale * model(batch()[some]).square().mean() / len(steps)).backward()
@@ -111,7 +111,7 @@ def test_many_rows_are_known_by_a_sample():
     torch.manual_seed(0)
     model = nn.Linear(4, 3, bias=False)
     x, optimizer = torch.randn(5000, 4), torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=KEYS)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=KEYS)
     with probe.step():
         model(x).square().mean().backward()
         optimizer.step()
@@ -165,7 +165,7 @@ def test_it_does_not_depend_on_width_under_the_spectral_condition():
             nn.init.normal_(layer.weight, std=std)
         x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        probe = SpectralProbe(model, optimizer, quantities=["gradient_natural"])
+        probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=["gradient_natural"])
         with probe.step():
             (model(x) - x[:, :2]).square().mean().backward()
             optimizer.step()

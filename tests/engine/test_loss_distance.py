@@ -33,7 +33,7 @@ def perceptron():
 def measured(model, loss_of, *, tell=True, accumulated=1, **options):
     """The measurement of a step, and the outputs before it in double precision."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    probe = SpectralProbe(model, optimizer, mode="observe", **options)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe", **options)
     x = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
     with probe.step(accumulated=accumulated):
         out = model(x)
@@ -133,7 +133,7 @@ def test_the_loss_is_known_where_it_is_told_although_few_samples_are_run_again()
 def test_a_loss_that_is_no_scalar_is_refused_and_one_of_an_abandoned_step_forgotten():
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     with pytest.raises(ValueError, match="scalar"):
         probe.report_loss(torch.zeros(2))
     probe.begin_step()
@@ -148,7 +148,7 @@ def test_a_loss_that_is_no_scalar_is_refused_and_one_of_an_abandoned_step_forgot
 def test_a_loss_that_is_changed_afterwards_is_the_one_that_was_told():
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     with probe.step():
         loss = model(torch.randn(40, 8)).square().mean()
         loss.backward()

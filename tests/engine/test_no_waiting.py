@@ -64,7 +64,7 @@ def measured(monkeypatch, depth=1, **settings):
     hidden = [layer for _ in range(depth) for layer in (nn.Linear(130, 130), nn.GELU())]
     model = nn.Sequential(nn.Embedding(50, 96), nn.Linear(96, 130), *hidden, nn.Linear(130, 80))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    probe = SpectralProbe(model, optimizer, **settings)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, **settings)
     tokens = torch.randint(50, (8, 12))
 
     def step():

@@ -60,7 +60,7 @@ def made(way="", **settings):
     model = Network().double()
     wrapped = DistributedDataParallel(model) if way else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    probe = SpectralProbe(wrapped, optimizer, nodes=NODES, **settings)
+    probe = SpectralProbe(wrapped, optimizer, nodes=NODES, **({"every_n_steps": 1} | settings))
     return wrapped, optimizer, probe
 
 
@@ -135,7 +135,7 @@ def test_all_signal_passes_through_a_cut_node(node, after):
     torch.manual_seed(0)
     model = Network().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    probe = SpectralProbe(model, optimizer, nodes=NODES, max_rows=None, replay_samples=None)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, nodes=NODES, max_rows=None, replay_samples=None)
     [(x, y)] = batches(1)
     before = copy.deepcopy(model)
     with probe.step():
@@ -168,7 +168,7 @@ def test_a_node_has_the_numbers_of_a_frozen_identity_behind_it():
         identity.weight.copy_(torch.eye(6))
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), identity, nn.Linear(6, 2)).double()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, nodes=["1"])
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, nodes=["1"])
     with probe.step():
         model(torch.randn(9, 4, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
@@ -198,7 +198,7 @@ def test_other_layers_have_the_numbers_they_have_without_nodes():
         torch.manual_seed(0)
         model = Network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        probe = SpectralProbe(model, optimizer, nodes=nodes, quantities="full")
+        probe = SpectralProbe(model, optimizer, every_n_steps=1, nodes=nodes, quantities="full")
         for data in batches(2, dtype=torch.float32):
             with probe.step():
                 step(model, optimizer, *data)
@@ -218,7 +218,7 @@ def test_other_layers_have_the_numbers_they_have_without_nodes():
 
 def test_what_is_measured_already_is_no_node():
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    probe = SpectralProbe(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=["*"])
+    probe = SpectralProbe(model, torch.optim.SGD(model.parameters(), lr=0.1), every_n_steps=1, nodes=["*"])
     assert [layer.info.name for layer in probe.anatomy.nodes] == ["1"]
 
 
@@ -226,11 +226,11 @@ def test_names_that_there_are_not_are_refused():
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"nodes: pattern 'block\.\*' matches no module\. Did you mean 'blocks"):
-        SpectralProbe(model, optimizer, nodes=["block.*"])
+        SpectralProbe(model, optimizer, every_n_steps=1, nodes=["block.*"])
     with pytest.raises(ValueError, match=r"nodes: pattern 'blocks' matches no module\. Did you mean 'blocks\.[01]'"):
-        SpectralProbe(model, optimizer, nodes=["blocks"])  # a list of modules is never called
+        SpectralProbe(model, optimizer, every_n_steps=1, nodes=["blocks"])  # a list of modules is never called
     with pytest.raises(TypeError, match=r"nodes must be a list of patterns, such as \['blocks"):
-        SpectralProbe(model, optimizer, nodes="norm")
+        SpectralProbe(model, optimizer, every_n_steps=1, nodes="norm")
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -248,7 +248,9 @@ def test_a_resumed_run_goes_on(same):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model.load_state_dict(state[0])
     optimizer.load_state_dict(state[1])
-    probe = SpectralProbe(model, optimizer, nodes=NODES if same else ["norm"], replay_samples=None, drift_every=1)
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, nodes=NODES if same else ["norm"], replay_samples=None, drift_every=1
+    )
     probe.load_state_dict(state[2])
     for data in batches(4)[2:]:
         with probe.step():

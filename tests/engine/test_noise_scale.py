@@ -131,7 +131,7 @@ def test_layers_without_gradients_of_samples_say_so():
 def test_accumulated_gradients_are_known_by_the_last_micro_batch():
     model, (x, y) = fresh(), batch(120)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["noise_scale"])
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=["noise_scale"])
     with probe.step(accumulated=2):
         for half in (slice(60), slice(60, 120)):
             (loss_of(model, x[half], y[half]) / 2).backward()
@@ -147,7 +147,7 @@ def test_half_precision_has_the_numbers_of_full_precision():
     model = Net()
     x, y = (part.float() if part.is_floating_point() else part for part in batch(60))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=["noise_scale"])
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=["noise_scale"])
     with probe.step():
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, x, y)

@@ -43,7 +43,7 @@ def stepped(kind, quantities):
     torch.manual_seed(0)
     model = kind()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, mode="observe")
     x = torch.randn(16, 6)
     for _ in range(2):
         with training_step(probe, optimizer):

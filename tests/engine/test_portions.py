@@ -61,7 +61,7 @@ def measured(monkeypatch, spare, dtype, **settings):
     torch.manual_seed(0)
     model = Network().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    probe = SpectralProbe(model, optimizer, drift_every=1, mode="observe", **settings)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, drift_every=1, mode="observe", **settings)
     before = after = {}
     for _ in range(2):
         before = {name: weight.detach().double().clone() for name, weight in model.named_parameters()}

@@ -77,7 +77,7 @@ def measured(model, x=None, **options):
     x = torch.randn(8, 4, requires_grad=options.pop("requires_grad", False)) if x is None else x
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        probe = SpectralProbe(model, optimizer, **options)
+        probe = SpectralProbe(model, optimizer, every_n_steps=1, **options)
         for _ in range(2):
             with training_step(probe, optimizer):
                 model(x).square().mean().backward()
@@ -87,7 +87,7 @@ def measured(model, x=None, **options):
 @pytest.mark.parametrize("use_reentrant", [None, False])
 def test_what_ran_last_wins_over_what_was_registered_last(use_reentrant):
     model = HeadFirst(use_reentrant)
-    before = SpectralProbe(model, torch.optim.SGD(model.parameters(), 0.01))
+    before = SpectralProbe(model, torch.optim.SGD(model.parameters(), 0.01), every_n_steps=1)
     assert roles(before) == {"body.2"}
     probe = measured(model)
     assert roles(probe) == {"last"}
@@ -183,7 +183,7 @@ def test_a_second_step_takes_no_graph_apart(monkeypatch):
 def test_a_resumed_run_has_the_same_roles():
     probe = measured(HeadFirst())
     model = HeadFirst()
-    resumed = SpectralProbe(model, torch.optim.SGD(model.parameters(), 0.01))
+    resumed = SpectralProbe(model, torch.optim.SGD(model.parameters(), 0.01), every_n_steps=1)
     resumed.load_state_dict(probe.state_dict())
     assert roles(resumed) == {"last"}
     assert [m.layer for m in resumed._engine.members] == list(resumed.anatomy.layers)
@@ -204,7 +204,7 @@ class Pair(nn.Module):
 def play(model, optimizers, step, steps=2, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        probe = SpectralProbe(model, optimizers, **options)
+        probe = SpectralProbe(model, optimizers, every_n_steps=1, **options)
         guess = roles(probe)
         for number in range(steps):
             with probe.step():

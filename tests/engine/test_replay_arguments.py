@@ -30,7 +30,7 @@ def told(calls, make=Told, **settings):
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, mode="observe", quantities=QUANTITIES, **settings)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe", quantities=QUANTITIES, **settings)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         forwards = []

@@ -55,7 +55,9 @@ def trained(make, steps=3, sizes=(), loss_of=lambda out: out.square().mean(), **
     torch.manual_seed(3)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.pop("lr", 0.1))
-    probe = SpectralProbe(model, optimizer, drift_every=2, mode="observe", roles={"head": "readout"}, **settings)
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, drift_every=2, mode="observe", roles={"head": "readout"}, **settings
+    )
     batches = [model.batch(*sizes[i : i + 1]) for i in range(steps)]
     torch.manual_seed(4)
     with warnings.catch_warnings(record=True) as said:
@@ -390,7 +392,7 @@ def test_another_mode_of_a_module_is_looked_at():
     torch.manual_seed(0)
     model = Mode()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, replay_samples=FEW, quantities=["feature_change"])
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, replay_samples=FEW, quantities=["feature_change"])
     forwards = []
     for training in (True, True, False, False, True):
         model.norm.train(training)
@@ -477,6 +479,7 @@ def test_no_more_rows_are_held_than_will_be_compared():
             probe = SpectralProbe(
                 model,
                 torch.optim.SGD(model.parameters(), lr=0.1),
+                every_n_steps=1,
                 replay_samples=few,
                 exclude=["*.bias"],
                 max_rows=4096,
@@ -546,6 +549,7 @@ def test_a_probe_batch_is_kept_and_resumed_with_its_first_samples():
     resumed = SpectralProbe(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
+        every_n_steps=1,
         replay_samples=FEW,
         drift_every=2,
         quantities=["feature_drift", "feature_change"],

@@ -6,6 +6,7 @@ import math
 import re
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 
 import pytest
@@ -14,8 +15,9 @@ from torch import nn
 
 from spectral_monitor import LRCorrection, SpectralMonitor, SpectralProbe
 from spectral_monitor.engine import Settings
-from spectral_monitor.engine.schedule import Schedule, Timetable
+from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE, Schedule, Timetable
 from spectral_monitor.engine.weights import norms
+from spectral_monitor.integrations.hf import SpectralCallback
 from spectral_monitor.monitoring.supervisor import _first_steps
 from spectral_monitor.quantities import QUANTITIES, TIERS
 from tests.one_step import training_step
@@ -191,7 +193,7 @@ def test_a_tier_stands_for_its_own_quantities():
         ),
     ],
 )
-@pytest.mark.parametrize("make", [Settings, SpectralMonitor, partial(SpectralProbe, None, None)])
+@pytest.mark.parametrize("make", [Settings, SpectralMonitor, partial(SpectralProbe, None, None, every_n_steps=1)])
 def test_a_mapping_that_does_not_fit_is_refused_before_there_is_anything_to_train(make, given, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         make(every_n_steps=given, quantities="standard")
@@ -316,3 +318,12 @@ def test_a_correction_is_not_moved_by_what_lacks_a_part():
     plain = trained(20, LRCorrection("target").quantities, 40, **correction)
     assert probe.multipliers == plain.multipliers
     assert len(set(probe.multipliers.values())) > 1, "there was something to correct"
+
+
+@pytest.mark.parametrize(
+    "entry", [SpectralMonitor, SpectralProbe, SpectralCallback, Settings], ids=lambda e: e.__name__
+)
+def test_there_is_one_default_schedule(entry):
+    defaults = signature(entry).parameters
+    assert defaults["every_n_steps"].default == DEFAULT_SCHEDULE
+    assert defaults["max_overhead"].default == "auto", "so that the rest of a run costs 1 % at most"

@@ -26,7 +26,7 @@ def job(way):
         parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     keys, divided = [*SAME, *OWN, "noise_scale"], {"data_parallel_rank": 0} if way else {}
-    probe = SpectralProbe(model, optimizer, quantities=keys, tol=1e-6, **divided)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=keys, tol=1e-6, **divided)
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     with probe.step():
         (model(x).square().sum() / 64).backward()  # each process has its part of the outputs

@@ -22,7 +22,7 @@ def measured(exponent: int, quantities: str, dtype: torch.dtype = torch.float32)
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False)).to(dtype)
     x = scale * torch.randn(64, 8, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities=quantities, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, mode="observe")
     for _ in range(2):
         before = model[0](x).detach().double()
         with training_step(probe, optimizer):

@@ -13,7 +13,7 @@ from tests.one_step import after_one_step
 def stepped(model, rates, batch):
     """One step; what the probe says of it."""
     optimizer = torch.optim.SGD([{"params": [p], "lr": rates.get(name, 0.1)} for name, p in model.named_parameters()])
-    probe = SpectralProbe(model, optimizer, mode="observe")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
     with probe.step():
         model(batch).square().mean().backward()
         optimizer.step()

@@ -177,7 +177,7 @@ def test_between_steps_the_start_is_held_and_nothing_else(low_memory):
         gc.collect()
     assert storages.live["cpu"] == 0
     with Storages() as storages:
-        probe = SpectralProbe(run.model, run.optimizer, quantities="light", low_memory=low_memory)
+        probe = SpectralProbe(run.model, run.optimizer, every_n_steps=1, quantities="light", low_memory=low_memory)
         gc.collect()
         start = storages.live["cpu"]
         run.probe = probe

@@ -38,16 +38,16 @@ def steps(probe, model, optimizer, count, tell=None):
 def test_an_optimizer_of_another_model_is_refused():
     model, optimizer = parts()
     with pytest.raises(ValueError, match="holds no parameter of the model"):
-        SpectralProbe(copy.deepcopy(model), optimizer)
+        SpectralProbe(copy.deepcopy(model), optimizer, every_n_steps=1)
     half = torch.optim.SGD(model[0].parameters(), 0.1)
-    assert SpectralProbe(model, half).steps == 0
+    assert SpectralProbe(model, half, every_n_steps=1).steps == 0
     frozen = torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
-    assert SpectralProbe(model, [half, frozen]).steps == 0, "one of them is enough"
+    assert SpectralProbe(model, [half, frozen], every_n_steps=1).steps == 0, "one of them is enough"
 
 
 def test_two_corrections_of_one_optimizer_are_refused():
     model, optimizer = parts()
-    one, two = (SpectralProbe(model, optimizer, mode="correct", verbose=False) for _ in range(2))
+    one, two = (SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", verbose=False) for _ in range(2))
     with pytest.raises(RuntimeError, match=r"another probe .* of this Adam"), one.step(), two.step():
         pass
     steps(two, model, optimizer, 2)
@@ -73,7 +73,7 @@ def test_a_loss_that_is_computed_again_leaves_no_trace(kind):
 
     def trained(tell):
         model, optimizer = parts()
-        probe = SpectralProbe(model, optimizer, mode="observe")
+        probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
         torch.manual_seed(1)
         steps(probe, model, optimizer, 4, tell)
         return model, probe
@@ -87,7 +87,7 @@ def test_a_loss_that_is_computed_again_leaves_no_trace(kind):
 
 def test_what_an_unknown_optimizer_moves_is_not_said_to_stand_still():
     model, optimizer = parts()
-    probe = SpectralProbe(model, torch.optim.Adam(model.parameters(), 0.01))
+    probe = SpectralProbe(model, torch.optim.Adam(model.parameters(), 0.01), every_n_steps=1)
     steps(probe, model, optimizer, 4)
     assert probe.latest.why("update_norm", "0") == "no optimizer made a step"
     assert probe.latest.value("drift_ratio", "0") > 0
@@ -98,7 +98,7 @@ def test_what_an_unknown_optimizer_moves_is_not_said_to_stand_still():
 def test_an_optimizer_that_has_no_turn_is_told_from_none():
     model, _ = parts()
     first, second = (torch.optim.Adam(model[i].parameters(), 0.01) for i in (0, 2))
-    probe = SpectralProbe(model, [first, second], mode="observe")
+    probe = SpectralProbe(model, [first, second], every_n_steps=1, mode="observe")
     with probe.step():
         model(torch.randn(8, 4)).square().mean().backward()
         first.step()
@@ -108,7 +108,9 @@ def test_an_optimizer_that_has_no_turn_is_told_from_none():
 
 def test_a_deep_copy_corrects_every_step_as_the_original_does():
     model, optimizer = parts()
-    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection("target"), verbose=False)
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection("target"), verbose=False
+    )
     steps(probe, model, optimizer, 3)
     again = copy.deepcopy((probe, model, optimizer))
     state = torch.get_rng_state()
@@ -118,26 +120,26 @@ def test_a_deep_copy_corrects_every_step_as_the_original_does():
         steps(*parts_of_it, 1)
     assert all(map(torch.equal, model.parameters(), again[1].parameters()))
     torch.set_rng_state(state)
-    steps(SpectralProbe(*plain), *plain, 1)
+    steps(SpectralProbe(*plain, every_n_steps=1), *plain, 1)
     assert not torch.equal(plain[0][0].weight, model[0].weight), "that step is corrected"
 
 
 def test_an_optimizer_that_is_given_twice_is_refused():
     model, optimizer = parts()
     with pytest.raises(ValueError, match="the same Adam is listed twice; list each optimizer once"):
-        SpectralProbe(model, [optimizer, optimizer])
+        SpectralProbe(model, [optimizer, optimizer], every_n_steps=1)
 
 
 def test_parameters_without_values_are_refused():
     with torch.device("meta"):
         model, optimizer = parts()
     with pytest.raises(ValueError, match=r"0.weight, 0.bias, 2.weight and 3 more: on the meta device, without values"):
-        SpectralProbe(model, optimizer)
+        SpectralProbe(model, optimizer, every_n_steps=1)
 
 
 def test_a_step_that_is_called_like_an_optimizers_is_told_once():
     model, optimizer = parts()
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     probe.step()
     with pytest.warns(SpectralMonitorWarning, match="inside `with probe.step"):
         probe.step()
@@ -148,14 +150,14 @@ def test_a_step_that_is_called_like_an_optimizers_is_told_once():
 
 @pytest.mark.parametrize("accumulated", [0, -1, 2.5, "a", True])
 def test_a_number_of_micro_batches_is_at_least_one(accumulated):
-    probe = SpectralProbe(*parts())
+    probe = SpectralProbe(*parts(), every_n_steps=1)
     with pytest.raises(ValueError, match=f"an integer >= 1, got {accumulated!r}"), probe.step(accumulated=accumulated):
         pass
 
 
 @pytest.mark.parametrize("step", [-3, "x", 2.5, True])
 def test_steps_so_far_are_a_number(step):
-    probe = SpectralProbe(*parts())
+    probe = SpectralProbe(*parts(), every_n_steps=1)
     with pytest.raises(ValueError, match=f"step must be an integer >= 0, .*; got {step!r}"):
         probe.resume_at(step)
     assert probe.steps == 0
@@ -163,7 +165,7 @@ def test_steps_so_far_are_a_number(step):
 
 def test_of_several_steps_in_a_block_the_last_update_is_measured_and_that_is_said():
     model, optimizer = parts()
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     probe.begin_step()
     for _ in range(2):
         before = model[0].weight.detach().clone()
@@ -178,7 +180,7 @@ def test_of_several_steps_in_a_block_the_last_update_is_measured_and_that_is_sai
 def test_several_optimizers_that_step_once_each_are_not_said_to_repeat_steps():
     model, _ = parts()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[-1])]
-    probe = SpectralProbe(model, optimizers)
+    probe = SpectralProbe(model, optimizers, every_n_steps=1)
     for _ in range(2):
         with probe.step():  # warnings are errors here
             model(torch.randn(8, 4)).square().mean().backward()
@@ -191,14 +193,14 @@ def test_several_optimizers_that_step_once_each_are_not_said_to_repeat_steps():
 @pytest.mark.parametrize("state", [{"a": 1}, [{"steps": 1}], ["x"]])
 def test_what_is_no_state_is_refused(state):
     with pytest.raises(ValueError, match="needs what state_dict"):
-        SpectralProbe(*parts()).load_state_dict(state)
+        SpectralProbe(*parts(), every_n_steps=1).load_state_dict(state)
 
 
 def test_a_name_is_no_list_of_sinks():
     with pytest.raises(TypeError, match="JSONLinesSink"):
-        SpectralProbe(*parts(), sinks="run.jsonl")
+        SpectralProbe(*parts(), every_n_steps=1, sinks="run.jsonl")
     with pytest.raises(TypeError, match="must be a list"):
-        SpectralProbe(*parts(), sinks=JSONLinesSink("run.jsonl"))
+        SpectralProbe(*parts(), every_n_steps=1, sinks=JSONLinesSink("run.jsonl"))
 
 
 def test_what_takes_less_memory_is_said_where_there_is_too_little(monkeypatch):
@@ -218,7 +220,7 @@ def test_what_takes_less_memory_is_said_where_there_is_too_little(monkeypatch):
 
 def test_that_no_optimizer_steps_is_said_as_such():
     model, optimizer = parts()
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(4):
@@ -234,7 +236,7 @@ def lines(capsys):
 
 def test_a_correction_says_what_it_decides_and_that_it_sees_no_loss(capsys):
     model, optimizer = parts()
-    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection())
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
     steps(probe, model, optimizer, 12)
     said = " ".join(" ".join(lines(capsys)).split())
     assert said.startswith("spectral monitor: the constant learning rate (0.01) counts as size")
@@ -245,7 +247,7 @@ def test_a_correction_says_what_it_decides_and_that_it_sees_no_loss(capsys):
 
 def test_where_it_sees_the_loss_it_does_not_say_so(capsys):
     model, optimizer = parts()
-    probe = SpectralProbe(model, optimizer, mode="correct", correction=LRCorrection())
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
     steps(probe, model, optimizer, 12, tell=SpectralProbe.report_loss)
     assert "not noticed" not in " ".join(lines(capsys))
 
@@ -265,7 +267,7 @@ ADVICE = "steps are too large; divide {} by about 6"
 )
 def test_advice_is_on_what_sets_the_size_of_steps(options, what, action, said):
     """Under a correction with a size of its own learning rates have only a shape."""
-    probe = SpectralProbe(*parts(), **options)
+    probe = SpectralProbe(*parts(), every_n_steps=1, **options)
     remedy = Remedy("scale_lr", (), 1 / 6)
     told = Verdict(
         "network", "loss", 3.7, (0.0, 3.0), 1.2, 20, 3, "rates_too_large", ADVICE.format(said), remedy=remedy
@@ -278,7 +280,7 @@ def test_advice_is_on_what_sets_the_size_of_steps(options, what, action, said):
 @pytest.mark.parametrize("options", [{"mode": "correct", "verbose": False}, {}])
 def test_otherwise_nothing_is_printed(capsys, options):
     model, optimizer = parts()
-    steps(SpectralProbe(model, optimizer, **options), model, optimizer, 12)
+    steps(SpectralProbe(model, optimizer, every_n_steps=1, **options), model, optimizer, 12)
     assert not lines(capsys)
 
 

@@ -54,7 +54,9 @@ def train(folder: Path) -> list[Measurement]:
         "exclude": ["*.bias", "norm"],
     }
     sink = JSONLinesSink(folder / FILE, {"model": "golden"})
-    probe = SpectralProbe(model, optimizer, sinks=[sink], condition=SpectralCondition(persistence=2), **settings)
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, sinks=[sink], condition=SpectralCondition(persistence=2), **settings
+    )
     generator = torch.Generator().manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

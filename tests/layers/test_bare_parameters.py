@@ -281,7 +281,7 @@ def test_norms_go_by_what_is_read():
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     weight = model.w.detach().clone()
     with probe.step():
         model(torch.randn(8, 5, 12)).square().mean().backward()

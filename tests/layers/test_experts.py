@@ -128,7 +128,7 @@ def test_gate_and_up(make):
 def test_norms_of_a_step_are_those_of_the_worst_expert(make):
     model = built(make).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     old = {id(p): p.detach().clone() for p in model.parameters()}
     with probe.step():
         output(model).square().mean().backward()

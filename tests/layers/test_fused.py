@@ -288,7 +288,7 @@ def test_a_step_is_measured_block_by_block(kind):
     make, suffix, _, _ = ATTENTION[kind]
     model = built(make).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, max_rows=None)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, max_rows=None)
     layer = the_layer(model, suffix)
     (p,) = layer.sources
     inputs = []

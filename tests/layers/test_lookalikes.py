@@ -107,7 +107,7 @@ class Model(nn.Module):
 def measure(layer, autocast=False):
     model = Model(layer)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     x = torch.randn(3, 6, 4)
     for _ in range(2):
         with probe.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):

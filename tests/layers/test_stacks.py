@@ -217,7 +217,7 @@ def test_norms_are_those_of_the_matrices():
     torch.manual_seed(0)
     model = nn.Sequential(Product(), nn.ReLU(), Turned())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     before = [model[k].weight.detach().clone() for k in (0, 2)]
     with probe.step():
         model(torch.randn(COUNT, ROWS, WIDTH)).square().mean().backward()

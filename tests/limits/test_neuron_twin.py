@@ -109,7 +109,7 @@ def test_every_quantity_is_that_of_a_wide_module(bias):
 def test_what_is_relative_to_outputs_that_are_zero_is_not_a_number():
     limit = neuron_twin(perceptron(8, None, False, D, K), MUP, LR)
     optimizer = torch.optim.SGD(limit.param_groups)
-    probe = SpectralProbe(limit.module, optimizer, quantities=list(QUANTITIES), mode="observe")
+    probe = SpectralProbe(limit.module, optimizer, every_n_steps=1, quantities=list(QUANTITIES), mode="observe")
     x = torch.randn(16, D, generator=torch.Generator().manual_seed(2))
     with probe.step():
         (limit.module(x) - x[:, :K]).square().mean().backward()

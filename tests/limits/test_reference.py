@@ -51,7 +51,7 @@ def training(width, sinks=()):
     module = Net(width)
     MUP.init_(module)
     optimizer = torch.optim.SGD(MUP.param_groups(module, lr=LR, optimizer="sgd"))
-    probe = SpectralProbe(module, optimizer, quantities=KEYS, mode="observe", sinks=sinks)
+    probe = SpectralProbe(module, optimizer, every_n_steps=1, quantities=KEYS, mode="observe", sinks=sinks)
     for x, y in batches():
         with training_step(probe, optimizer):
             module(x, y).backward()

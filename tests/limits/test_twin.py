@@ -125,7 +125,9 @@ def test_values_are_converted_to_those_of_a_wide_module():
 def measured(module, groups):
     """The third measurement of every quantity, of a training with SGD and momentum."""
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
-    probe = SpectralProbe(module, optimizer, quantities=list(QUANTITIES), drift_every=1, mode="observe")
+    probe = SpectralProbe(
+        module, optimizer, every_n_steps=1, quantities=list(QUANTITIES), drift_every=1, mode="observe"
+    )
     generator = torch.Generator().manual_seed(2)
     target = torch.randn(K, D, generator=generator)
     for _ in range(3):

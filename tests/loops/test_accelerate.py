@@ -34,7 +34,9 @@ def accelerated(many, **options):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=many)
     model, optimizer, data = parts()
     model, optimizer = accelerator.prepare(model, optimizer)
-    probe = SpectralProbe(model, optimizer, quantities=["contribution", "update_norm", "backward_rms"], **options)
+    probe = SpectralProbe(
+        model, optimizer, quantities=["contribution", "update_norm", "backward_rms"], **({"every_n_steps": 1} | options)
+    )
     for x, y in data:
         with probe.step(), accelerator.accumulate(model):
             loss = (model(x) - y).square().mean()
@@ -49,7 +51,7 @@ def accelerated(many, **options):
 
 def plain(many):
     model, optimizer, data = parts()
-    probe = SpectralProbe(model, optimizer, quantities=["contribution", "update_norm", "backward_rms"])
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=["contribution", "update_norm", "backward_rms"])
     for first in range(0, BATCHES, many):
         with probe.step(accumulated=many):
             for x, y in data[first : first + many]:

@@ -104,7 +104,7 @@ def test_layers_outside_have_their_features_too():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), torch.compile(nn.Linear(8, 8), backend="eager"), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe, plain = SpectralProbe(model, optimizer), torch.randn(16, 6)
+    probe, plain = SpectralProbe(model, optimizer, every_n_steps=1), torch.randn(16, 6)
     weight = model[3].weight.detach().clone()
     h_in = model[:3](plain).detach()
     with probe.step():

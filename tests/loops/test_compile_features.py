@@ -83,7 +83,7 @@ def trained(kind, way, steps=3, **settings):
     model = kind()
     called = way(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    probe = SpectralProbe(called, optimizer, **settings) if settings else None
+    probe = SpectralProbe(called, optimizer, every_n_steps=1, **settings) if settings else None
     batches = torch.Generator().manual_seed(1)
     for _ in range(steps):
         x, y = torch.randn(32, 6, generator=batches), torch.randint(4, (32,), generator=batches)
@@ -156,7 +156,7 @@ def language(way, seed=0, half=False, steps=4, dropout=0.0, **settings):
             module.p = dropout
     called = way(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    probe = SpectralProbe(called, optimizer, **settings) if settings else None
+    probe = SpectralProbe(called, optimizer, every_n_steps=1, **settings) if settings else None
     batches = torch.Generator().manual_seed(seed + 1)
     for _ in range(steps):
         tokens = torch.randint(120, (16, 64), generator=batches)
@@ -225,7 +225,7 @@ def test_features_in_half_precision_are_those_of_the_weights_in_full():
     torch.manual_seed(0)
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    probe = SpectralProbe(model, optimizer, quantities="standard", replay_samples=None, max_rows=None)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="standard", replay_samples=None, max_rows=None)
     x, y = torch.randn(32, 6), torch.randint(4, (32,))
     states = [{key: value.double().clone() for key, value in model.state_dict().items()}]
     with probe.step():

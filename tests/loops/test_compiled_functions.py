@@ -97,7 +97,10 @@ def test_of_several_optimizers_each_has_its_own_reason():
     torch._dynamo.reset()
     model = network()
     first, second = (torch.optim.AdamW(model[i].parameters(), lr=1e-2) for i in (0, 2))
-    compiled, probe = torch.compile(first.step, backend="eager"), SpectralProbe(model, [first, second], verbose=False)
+    compiled, probe = (
+        torch.compile(first.step, backend="eager"),
+        SpectralProbe(model, [first, second], every_n_steps=1, verbose=False),
+    )
     with probe.step():
         ((x, y),) = batches(1)
         cross_entropy(model(x), y).backward()

@@ -54,7 +54,7 @@ def closure_of(model, optimizer, x):
 def test_the_update_is_that_of_the_whole_step(kind):
     model, x = setting()
     optimizer = kind(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     for _ in range(3):
         before = copy.deepcopy(model)
         with probe.step():
@@ -70,7 +70,7 @@ def test_the_update_is_that_of_the_whole_step(kind):
 def test_a_first_forward_at_the_weights_it_steps_from_gives_features():
     model, x = setting()
     optimizer = Sharpness(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     before = copy.deepcopy(model)
     with probe.step():
         optimizer.step(closure_of(model, optimizer, x))
@@ -83,7 +83,7 @@ def test_a_first_forward_at_the_weights_it_steps_from_gives_features():
 def test_a_forward_elsewhere_gives_none_and_says_so():
     model, x = setting()
     optimizer = MovesFirst(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     with probe.step():
         optimizer.step(closure_of(model, optimizer, x))
     for key in ("feature_rms", "feature_change", "alignment", "bfa", "feature_drift", "feature_change_local"):
@@ -95,7 +95,7 @@ def test_a_forward_elsewhere_gives_none_and_says_so():
 def test_weights_clamped_between_backward_and_step_are_noticed():
     model, x = setting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     for clamp in (False, True):
         with training_step(probe, optimizer):
             model(x).square().mean().backward()

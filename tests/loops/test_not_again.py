@@ -83,7 +83,7 @@ class Overwrites(Net):
 def train(model, argument, call=None, watched=False):
     """Weights, what was drawn from the iterator, and the probe."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer) if watched else None
+    probe = SpectralProbe(model, optimizer, every_n_steps=1) if watched else None
     forward = call or model
     for _ in range(STEPS):
         with probe.step() if probe else warnings.catch_warnings():

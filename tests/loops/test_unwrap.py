@@ -59,7 +59,7 @@ def test_wrapped_is_measured_as_if_it_were_not(kind):
     for wrap in (lambda *both: both, WRAPPERS[kind]):
         model = net()
         wrapped, optimizer = wrap(model, sgd(model))
-        probe = SpectralProbe(wrapped, optimizer)
+        probe = SpectralProbe(wrapped, optimizer, every_n_steps=1)
         for step in range(2):
             with training_step(probe, optimizer):
                 wrapped(torch.linspace(-1, 1, 12 * (step + 1)).reshape(-1, 4)).square().mean().backward()
@@ -125,7 +125,10 @@ def test_an_optimizer_that_works_through_another_is_measured_itself():
     model = net()
     optimizer = Lookahead(sgd(model))
     assert unwrap_optimizer(optimizer) is optimizer
-    probe, before = SpectralProbe(model, optimizer, quantities="light"), model[0].weight.detach().clone()
+    probe, before = (
+        SpectralProbe(model, optimizer, every_n_steps=1, quantities="light"),
+        model[0].weight.detach().clone(),
+    )
     with probe.step():
         model(torch.ones(3, 4)).square().mean().backward()
         optimizer.step()
@@ -136,4 +139,4 @@ def test_an_optimizer_that_works_through_another_is_measured_itself():
 @pytest.mark.parametrize("bad", [None, "sgd", [], [None], {"a": 1}, net()])
 def test_what_is_no_optimizer_is_refused(bad):
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or a list of them"):
-        SpectralProbe(net(), bad)
+        SpectralProbe(net(), bad, every_n_steps=1)

@@ -42,7 +42,7 @@ def train(kind, watched, quantities="standard"):
     model, optimizer = setting(kind)
     run, probe = Run(), None
     if watched:
-        probe = SpectralProbe(model, optimizer, quantities=quantities, drift_every=2)
+        probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=quantities, drift_every=2)
     run.add("start", of_module(model), of_random())
     for step in range(STEPS):
         with nullcontext() if probe is None else probe.step():
@@ -108,7 +108,7 @@ def largest(weight, blocks):
 def test_norms_are_those_of_the_weights_in_use(kind):
     """Every layer with matrices, block by block, by singular values; the update around the very step."""
     model, optimizer = setting(kind)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     start = weights_in_use(model)
     matrices = [layer for layer in probe.anatomy.layers if layer.is_matrix]
     assert {layer.info.name for layer in matrices} == set(start)
@@ -136,7 +136,7 @@ def test_norms_are_those_of_the_weights_in_use(kind):
 @pytest.mark.parametrize("kind", COMPUTED)
 def test_contribution_of_a_computed_weight_is_that_of_its_originals(kind):
     model, optimizer = setting(kind)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     (layer,) = [layer for layer in probe.anatomy.layers if layer.compute is not None]
     for step in range(STEPS):
         old = [p.detach().clone() for p in layer.sources]
@@ -155,7 +155,9 @@ def test_contribution_of_a_small_step_is_that_through_the_weight_in_use(kind):
     """-<dL/dW, dW> with the gradient that reaches the weight itself."""
     model, _ = setting(kind)
     model.double()
-    probe = SpectralProbe(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-6))
+    probe = SpectralProbe(
+        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-6), every_n_steps=1
+    )
     (layer,) = [layer for layer in probe.anatomy.layers if layer.compute is not None]
     seen = []
     handle = layer.module.register_forward_hook(lambda m, args, out: seen.append((args[0].detach(), out)))
@@ -180,7 +182,7 @@ def test_different_rates_of_the_originals_are_no_rate():
     magnitude, _ = model[2].parametrizations.weight.parameters()
     rest = [p for p in model.parameters() if p is not magnitude]
     optimizer = torch.optim.SGD([{"params": rest}, {"params": [magnitude], "lr": 0.5}], lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     with probe.step():
         one_step(model, optimizer, 0)
     assert math.isnan(probe.latest.value("lr", "2"))
@@ -196,7 +198,7 @@ def test_originals_of_several_optimizers():
     magnitude, _ = model[2].parametrizations.weight.parameters()
     rest = [p for p in model.parameters() if p is not magnitude]
     optimizers = [torch.optim.SGD(rest, lr=0.1), torch.optim.SGD([magnitude], lr=0.1)]
-    probe = SpectralProbe(model, optimizers, quantities="light")
+    probe = SpectralProbe(model, optimizers, every_n_steps=1, quantities="light")
     old = [p.detach().clone() for p in model.parameters()]
     with probe.step():
         x, y = batch(0)

@@ -274,7 +274,7 @@ def test_probe_agrees_with_the_naive_implementation(kind, optimizer_kind, dtype)
     model = make_model(kind, dtype)
     optimizer = make_optimizer(optimizer_kind, model)
     tight = {"tol": 1e-6} if dtype == torch.float64 else {}
-    probe = SpectralProbe(model, optimizer, blocks=FUSED.get(kind), drift_every=DRIFT_EVERY, **tight)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, blocks=FUSED.get(kind), drift_every=DRIFT_EVERY, **tight)
     batches = iter(enumerate(make_batches(model, dtype, STEPS * accumulated)))
     for _ in range(STEPS):
         began = time.perf_counter()
@@ -354,7 +354,7 @@ def test_every_summary_value_has_an_oracle():
     """Slips in code have theirs in tests/engine/test_gradient_reuse.py and tests/condition/test_slips_in_code.py."""
     model = make_model("mlp", torch.float32)
     optimizer = make_optimizer("sgd", model)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     (batch,) = make_batches(model, torch.float32, 1)
     with probe.step():
         model.loss(model(*batch), batch[1]).backward()
@@ -370,7 +370,7 @@ def test_the_predicted_loss_change_counts_parameters_that_are_not_measured(chose
     records, _ = naive_records("mlp", "sgd", torch.float64, 1, None)
     model = make_model("mlp", torch.float64)
     optimizer = make_optimizer("sgd", model)
-    probe = SpectralProbe(model, optimizer, quantities=["contribution"], **chosen)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=["contribution"], **chosen)
     for i, (x, y) in enumerate(make_batches(model, torch.float64, STEPS)):
         with training_step(probe, optimizer):
             torch.manual_seed(100 + i)

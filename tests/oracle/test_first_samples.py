@@ -99,7 +99,13 @@ def test_a_probe_agrees_with_the_naive_implementation_on_the_first_samples(kind)
     model = certain(make_model(kind, torch.float64))
     optimizer = make_optimizer("sgd", model)
     probe = SpectralProbe(
-        model, optimizer, blocks=FUSED.get(kind), drift_every=DRIFT_EVERY, tol=1e-6, replay_samples=SAMPLES[kind][0]
+        model,
+        optimizer,
+        every_n_steps=1,
+        blocks=FUSED.get(kind),
+        drift_every=DRIFT_EVERY,
+        tol=1e-6,
+        replay_samples=SAMPLES[kind][0],
     )
     train(probe, model, optimizer)
     assert_first(probe.measurements, records, kind)
@@ -146,7 +152,9 @@ def measured_rows(max_rows, replay_samples=None):
     """Of the perceptron's third step, of 70 samples."""
     model = make_model("mlp", torch.float64)
     optimizer = make_optimizer("sgd", model)
-    probe = SpectralProbe(model, optimizer, max_rows=max_rows, replay_samples=replay_samples, quantities=CHOSEN)
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, max_rows=max_rows, replay_samples=replay_samples, quantities=CHOSEN
+    )
     train(probe, model, optimizer)
     return probe.measurements
 

@@ -35,7 +35,7 @@ def compare(kind, seed):
     records = [trainer.step([batch], [100 + i], i % DRIFT_EVERY == 0) for i, batch in enumerate(batches)]
 
     watched, optimizer = make(kind, seed)
-    probe = SpectralProbe(watched, optimizer, blocks=watched.fused(), **EXACT)
+    probe = SpectralProbe(watched, optimizer, every_n_steps=1, blocks=watched.fused(), **EXACT)
     for i, (x, y) in enumerate(batches):
         with training_step(probe, optimizer):
             torch.manual_seed(100 + i)

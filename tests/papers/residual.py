@@ -123,7 +123,7 @@ def take_step(
 
     groups = [{"params": [V.weight]} for V in trunk.V]
     optimizer = AdamW(groups, lr=eta, weight_decay=1.0) if adam else SGD(groups, lr=eta)
-    probe = SpectralProbe(network, optimizer, quantities=KEYS)
+    probe = SpectralProbe(network, optimizer, every_n_steps=1, quantities=KEYS)
     with probe.step():
         loss = network(x, y)
         loss.backward()

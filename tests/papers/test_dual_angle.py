@@ -49,7 +49,7 @@ def measured() -> np.ndarray:
         x, y = torch.randn(2, 1, WIDTH, generator=generator, dtype=torch.float64)
         optimizer = torch.optim.SGD([{"params": [layer.weight]} for layer in model.layers], lr=1.0)
         names = [f"layers.{max(BEHIND) - n}" for n in BEHIND]
-        probe = SpectralProbe(model, optimizer, quantities=list(KEYS), include=names)
+        probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities=list(KEYS), include=names)
         with probe.step():
             model(x, y).backward()
             for group in optimizer.param_groups:

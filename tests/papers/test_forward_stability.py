@@ -25,7 +25,7 @@ def step(width: int, seed: int) -> tuple[float, float, float]:
     MUP.init_(net, scale=math.sqrt(2))
     optimizer = torch.optim.SGD(MUP.param_groups(net, LR))
     x = torch.randn(1, INPUTS)
-    probe = SpectralProbe(net, optimizer, quantities="full")
+    probe = SpectralProbe(net, optimizer, every_n_steps=1, quantities="full")
     with torch.no_grad():
         before = [net[: i + 1](x) for i in (0, 2, 4)]
     with probe.step():

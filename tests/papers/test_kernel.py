@@ -22,7 +22,9 @@ def cosines(beta, seed):
     network = Network(Trunk(D, M, L, beta, NODES, generator), M, 1, generator)
     x = torch.randn(1, D, generator=generator, dtype=torch.float64) / math.sqrt(D)
     optimizer = torch.optim.SGD([{"params": [V.weight]} for V in network.trunk.V], lr=ETA)
-    probe = SpectralProbe(network, optimizer, quantities=["bfa_cos", "bfk_ratio"], include=["trunk.window.*"])
+    probe = SpectralProbe(
+        network, optimizer, every_n_steps=1, quantities=["bfa_cos", "bfk_ratio"], include=["trunk.window.*"]
+    )
     with probe.step():
         network(x, torch.ones(1, 1, dtype=torch.float64)).backward()
         for group in optimizer.param_groups:

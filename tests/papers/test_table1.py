@@ -43,7 +43,7 @@ def measured(width, seed):
     generator = torch.Generator().manual_seed(seed)
     network = perceptron(sizes(width), generator)
     optimizer = SGD(param_groups(network, 0.1, sgd_rule))
-    probe = SpectralProbe(network, optimizer, quantities=[key for key in TABLE if " " not in key])
+    probe = SpectralProbe(network, optimizer, every_n_steps=1, quantities=[key for key in TABLE if " " not in key])
     x = torch.randn(1, 3, generator=generator)
     with probe.step():
         (network(x * math.sqrt(3) / x.norm()) - 1).square().mean().backward()

@@ -104,7 +104,7 @@ def test_sigma_squared_and_casts_to_half_precision(top, shape, dtype):
     with torch.no_grad():
         model.weight.copy_(weight)
     optimizer = optim.SGD(model.parameters(), lr=1.0)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     with probe.step():
         model.weight.grad = step.to(dtype)
         optimizer.step()
@@ -137,7 +137,7 @@ def checkpointed(reentrant):
     torch.manual_seed(0)
     model, calls = CheckpointHooks(reentrant), []
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
 
     def look(*_):
         seen = probe._engine.features.capture.calls
@@ -173,7 +173,7 @@ def test_only_the_last_token_is_recorded():
     with torch.no_grad():
         model[0].weight.copy_(torch.eye(4))
     optimizer = optim.SGD(model.parameters(), lr=0.0)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     x = torch.tensor([8.0, 4.0, 2.0, 1.0])[None, :, None] * torch.eye(4)[:, None, :]  # 4 sequences of 4 tokens
     with probe.step():
         model(x).square().sum().backward()
@@ -219,7 +219,7 @@ class SquareLanguageModel(nn.Module):
 def test_role_decided_by_ndim():
     model = SquareLanguageModel()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer, quantities="light")
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, quantities="light")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with probe.step():
         model(torch.arange(8)).square().sum().backward()

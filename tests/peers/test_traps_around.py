@@ -164,7 +164,7 @@ def test_strip_removes_characters_not_the_prefix(wrap):
     net = Named()
     model = wrap(net)
     optimizer = optim.SGD(net.parameters(), lr=0.1)
-    probe = SpectralProbe(model, optimizer)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1)
     with probe.step():
         model(torch.randn(8, 8)).square().sum().backward()
         optimizer.step()

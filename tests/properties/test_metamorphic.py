@@ -62,7 +62,7 @@ def measured(
 ) -> list[Measurement]:
     """Train on the micro-batches of each step, with all samples and rows looked at."""
     settings = {"tol": 1e-6, "max_rows": None, "replay_samples": None, "drift_every": 1, "mode": "observe", **settings}
-    probe = SpectralProbe(model, optimizer, **settings)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, **settings)
     for step in steps:
         with probe.step(accumulated=len(step)):
             optimizer.zero_grad()

@@ -58,7 +58,7 @@ def test_the_state_is_that_which_was_loaded():
 
 def test_many_differences_are_counted():
     other = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
-    probe = SpectralProbe(other, torch.optim.SGD(other.parameters()))
+    probe = SpectralProbe(other, torch.optim.SGD(other.parameters()), every_n_steps=1)
     with pytest.raises(ValueError, match=r"1.weight is gone, .*, 4.bias is \(2,\), was \(3,\), and 5 more$"):
         probe.load_state_dict(Run().train(range(3)).state()["probe"])
 

@@ -45,7 +45,7 @@ def test_errors_of_a_drift_are_those_of_the_uninterrupted_run():
         model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings = {"quantities": ["feature_drift"], "replay_samples": 8, "drift_every": 1}
-        return model, optimizer, SpectralProbe(model, optimizer, **settings)
+        return model, optimizer, SpectralProbe(model, optimizer, every_n_steps=1, **settings)
 
     def step(model, optimizer, probe):
         with training_step(probe, optimizer):

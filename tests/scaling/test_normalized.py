@@ -96,7 +96,7 @@ def test_the_monitor_sees_the_learning_rate():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 100), nn.ReLU(), nn.Linear(100, 10))
     optimizer = NormalizedUpdates(SGD(net.parameters(), lr=0.05, momentum=0.9), net)
-    probe = SpectralProbe(net, optimizer)
+    probe = SpectralProbe(net, optimizer, every_n_steps=1)
     for _ in range(3):
         with training_step(probe, optimizer):
             net(torch.randn(32, 64)).square().mean().backward()

@@ -49,7 +49,7 @@ def measured(p, optimizer, width, seed, hidden, lr):
     net = nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())][:-1])
     p.init_(net)
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
-    probe = SpectralProbe(net, opt := kind(p.param_groups(net, lr, optimizer)), quantities=KEYS)
+    probe = SpectralProbe(net, opt := kind(p.param_groups(net, lr, optimizer)), every_n_steps=1, quantities=KEYS)
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(16, 24, generator=generator), torch.randn(16, 3, generator=generator)
     for _ in range(2):

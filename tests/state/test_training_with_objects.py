@@ -84,7 +84,7 @@ def train(make, watched):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
-    probe = SpectralProbe(model, optimizer) if watched else None
+    probe = SpectralProbe(model, optimizer, every_n_steps=1) if watched else None
     for _ in range(STEPS):
         with probe.step() if probe else nullcontext():
             optimizer.zero_grad()

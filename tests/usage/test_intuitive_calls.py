@@ -200,7 +200,7 @@ def test_a_copy_of_a_probe_and_its_model_goes_on_by_itself(duplicate):
     torch.manual_seed(0)
     model = Counting()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    some = (sm.SpectralProbe(model, optimizer, quantities="full", drift_every=1), model, optimizer)
+    some = (sm.SpectralProbe(model, optimizer, every_n_steps=1, quantities="full", drift_every=1), model, optimizer)
     for _ in range(2):
         one_step(*some, torch.randn(16, 8))
     twin = duplicate(some)

@@ -49,7 +49,9 @@ def test_a_loop_of_ones_own():
     model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.ReLU())], nn.Linear(16, 3))
     groups = [{"params": [p], "lr": 0.1 if name == "2.weight" else 1e-3} for name, p in model.named_parameters()]
     optimizer, seen = torch.optim.Adam(groups), []
-    probe = SpectralProbe(model, optimizer, mode="observe", on_verdict=seen.append, stop_on="lr_too_large")
+    probe = SpectralProbe(
+        model, optimizer, every_n_steps=1, mode="observe", on_verdict=seen.append, stop_on="lr_too_large"
+    )
     assert not probe.should_stop
     x, y = torch.randn(32, 16), torch.randint(3, (32,))
     while not probe.should_stop and probe.steps < 10:

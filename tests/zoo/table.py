@@ -34,7 +34,7 @@ def row(case: Case) -> tuple[str, ...]:
     optimizers = case.optimizers(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpectralMonitorWarning)
-        probe = SpectralProbe(model, optimizers)
+        probe = SpectralProbe(model, optimizers, every_n_steps=1)
         for batch in case.batches(5):
             with probe.step():
                 case.step(case, model, optimizers, batch)

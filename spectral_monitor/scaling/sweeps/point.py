@@ -198,6 +198,7 @@ class SweepConfig:
             probe = SpectralProbe(
                 training_step,
                 optimizer,
+                every_n_steps=1,
                 quantities=self.quantities,
                 roles=self.roles,
                 blocks=self.blocks,
