@@ -131,6 +131,12 @@ class Measurement:
         """Verdicts that name a cause; the others follow from them."""
         return tuple(verdict for verdict in self.verdicts if verdict.is_root)
 
+    @property
+    def is_corrected(self) -> bool:
+        """True if a correction has changed a learning rate."""
+        multipliers = self.values.get("lr_multiplier")
+        return multipliers is not None and bool(((multipliers - 1).abs() > 0).any())
+
     def value(self, quantity: str, layer: str) -> float:
         """Return one number; NaN where it does not apply.
 

@@ -206,5 +206,6 @@ ENTRIES = (
         of_vectors=True,
         question=questions.CORRECTION,
         title="factor on the learning rate",
+        column=Column("lr x", "lr x: factor on your learning rate", spare=4),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import subprocess
@@ -137,6 +138,16 @@ def test_where_nothing_usual_was_measured_the_others_are_shown(width, terminal):
     assert [key for key in keys if key in shown] == list(keys[: sum(key in shown for key in keys)])
     assert all((key in shown) != (key in gone) for key in keys)
     assert shown.count("0.12") == 4 * sum(key in shown for key in keys)
+
+
+@pytest.mark.parametrize("multipliers", [[1.0, 1.0, 1.0, 1.0], [1.0, 0.125, 2.5, math.nan]])
+def test_factors_on_learning_rates_are_shown_where_there_are_any(multipliers):
+    values = {"update_natural": torch.ones(4), "lr_multiplier": torch.tensor(multipliers)}
+    table = measurement_rows(Measurement(500, LAYERS, values, {"overhead_ms": 3.0}))
+    columns = {column.title: column.cells for column in table.columns}
+    corrected = set(multipliers) != {1.0}
+    assert columns.get("lr x") == (("1.00", "0.12", "2.50", "-") if corrected else None)
+    assert table.foot == (f"{'learning rates x 0.12 .. 2.50   ' * corrected}took 3 ms",)
 
 
 def test_a_column_with_an_arrow_stays(terminal):

@@ -166,7 +166,7 @@ def _columns(measurement: Measurement, requested: Sequence[str]) -> dict[str, li
         if any(map(math.isfinite, ratios)):
             columns[log2_of(quantity)] = [log2_within(ratio, FAR) for ratio in ratios]
     columns |= {key: values[key].tolist() for key in dict.fromkeys((*essential_keys(), *requested)) if key in values}
-    if "lr_multiplier" in values and bool(((values["lr_multiplier"] - 1).abs() > 0).any()):
+    if measurement.is_corrected:
         columns["lr_multiplier"] = values["lr_multiplier"].tolist()
     return columns
 

@@ -91,6 +91,8 @@ def _columns(measurement: Measurement) -> dict[str, tuple[str, int, str]]:
     If none was, all that were measured have a column, and the first of them is never left out.
     """
     columns = {key: quantity.column for key, quantity in QUANTITIES.items() if key in measurement.values}
+    if not measurement.is_corrected:
+        columns.pop("lr_multiplier", None)
     texts = {key: (column.title, column.spare, column.legend) for key, column in columns.items() if column is not None}
     return texts or {key: (key, _FIRST_SPARE + k if k else 0, "") for k, key in enumerate(measurement.values)}
 
@@ -142,6 +144,8 @@ def summary_line(measurement: Measurement) -> str:
         parts.append(f"dh/h from few samples, error up to {100 * summary['feature_error']:.0f} %")
     if skipped := summary.get("skipped_updates"):
         parts.append(f"{skipped:.0f} measured step{'s' * (skipped != 1)} with NaN, inf or no update")
+    if measurement.is_corrected:
+        parts.append(f"learning rates x {number_range(measurement.values['lr_multiplier'].tolist())}")
     if "overhead_ms" in summary:
         parts.append(f"took {summary['overhead_ms']:.0f} ms")
     return "   ".join(parts)
