@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
 from spectral_monitor.capture.replay.loss_flow import loss_in
-from spectral_monitor.capture.replay.loss_graph import has_unfit_input
+from spectral_monitor.capture.replay.loss_graph import fault_of
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import LossFault, Measurement
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,7 +44,7 @@ class BatchWatch:
         """Drop everything about the current step."""
         self._training_step: TrainingStepReplay | None = None
         self._micro_batches: list[MicroBatch] = []
-        self._unfit_loss_input: bool | None = None
+        self._loss_fault: LossFault | None = None
 
     def begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Arm the engine if the optimizer steps in this batch and its step is due.
@@ -88,7 +88,7 @@ class BatchWatch:
         if not self._engine.armed:
             return
         with self._harmless("checking the inputs of the loss"):
-            self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
+            self._loss_fault = max(self._loss_fault or LossFault.NONE, fault_of(loss))
             if self._engine.on_loss is not None:
                 self._engine.on_loss(loss)
         scaler = _scaler(trainer)
@@ -124,7 +124,7 @@ class BatchWatch:
             loss_scale=self._loss_scale,
             context=partial(logging_suppressed, trainer, module),
             only_if_stepped=not automatic,
-            unfit_loss_input=self._unfit_loss_input,
+            loss_fault=self._loss_fault,
         )
         measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), step_inputs)
         self.forget()

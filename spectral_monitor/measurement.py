@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
@@ -44,6 +45,15 @@ MATRICES = DENSE | {"embedding"}
 """Roles of layers that have spectral norms."""
 NODE = "node"
 """Role of a module that has features only."""
+
+
+class LossFault(IntEnum):
+    """A fault of the input of a loss: the values of ``summary/unfit_loss_input``."""
+
+    NONE = 0
+    KIND = 1  # a loss of logits gets outputs of an activation, or a loss of log-probabilities other inputs
+    ALL_PAIRS = 2  # outputs and targets are broadcast, so each output is compared with the targets of all samples
+    OVER_SAMPLES = 3  # log-probabilities are normalized over the samples, not over the classes
 
 
 class LayerState(NamedTuple):
@@ -134,8 +144,8 @@ class Measurement:
     @property
     def is_corrected(self) -> bool:
         """True if a correction has changed a learning rate."""
-        multipliers = self.values.get("lr_multiplier")
-        return multipliers is not None and bool(((multipliers - 1).abs() > 0).any())
+        multipliers = self.values["lr_multiplier"].tolist() if "lr_multiplier" in self.values else []
+        return any(multiplier != 1 for multiplier in multipliers if not math.isnan(multiplier))
 
     def value(self, quantity: str, layer: str) -> float:
         """Return one number; NaN where it does not apply.

@@ -165,7 +165,8 @@ def _in_code(measurement: Measurement) -> Iterator[Finding]:
     """Check for mistakes in the model's code that no norm shows."""
     summary = measurement.summary
     if "unfit_loss_input" in summary:
-        yield _certain("loss_input", "unfit_loss_input", summary["unfit_loss_input"] > 0, "logits")
+        fault, fits = summary["unfit_loss_input"], (0.0, 0.5)
+        yield Finding("loss_input", NETWORK, "unfit_loss_input", fault, 1.0, fits, AT_ONCE, "logits", measured=False)
     for check, key, most in (("eval_mode", "eval_share", MOSTLY_EVAL), ("dropout", "dropout_largest", MOST_DROPPED)):
         if key in summary:
             yield Finding(check, NETWORK, key, summary[key], 1.0, (0.0, most), AT_ONCE, "a network in training")

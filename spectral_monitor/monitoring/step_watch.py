@@ -12,13 +12,13 @@ from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_bac
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.graph_replay import gradients_kept
 from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
-from spectral_monitor.capture.replay.loss_graph import has_unfit_input
+from spectral_monitor.capture.replay.loss_graph import fault_of
 from spectral_monitor.capture.replay.replay import Repeatable
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.layers import compiled_modules
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import LossFault, Measurement
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.snapshot import Snapshot
 
@@ -72,7 +72,7 @@ class StepWatch:
         self._hooks.remove(self._handles)
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
-        self._unfit_loss_input: bool | None = None
+        self._loss_fault: LossFault | None = None
         self._replay: LossReplay | None = None
         self._earlier: list[MicroBatch] = []
 
@@ -103,7 +103,7 @@ class StepWatch:
         if self._keys:
             self._loss = loss.detach().reshape(()).clone()
             with suppress(Exception):  # then it stays unknown
-                self._unfit_loss_input = bool(self._unfit_loss_input) or has_unfit_input(loss)
+                self._loss_fault = max(self._loss_fault or LossFault.NONE, fault_of(loss))
                 if self._engine.on_loss is not None:
                     self._engine.on_loss(loss.reshape(()))
             if self._replay is not None and recompute is not None:
@@ -121,12 +121,12 @@ class StepWatch:
 
     def end(self, step: int, accumulated: int, loss_parts: int) -> Measurement | None:
         """Return the measurement of the step, if it was due; arguments are those of the probe's ``end_step``."""
-        keys, loss, blocks, unfit = self._keys, self._loss, self._blocks, self._unfit_loss_input
+        keys, loss, blocks, fault = self._keys, self._loss, self._blocks, self._loss_fault
         self._postponed, self._blocks = frozenset(), 1
         self.forget()
         if not keys:
             return None
         if blocks > 1:  # Accelerate has divided the loss inside its backward
             accumulated, loss = blocks, None if loss is None else loss / blocks
-        step_inputs = StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts, unfit_loss_input=unfit)
+        step_inputs = StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts, loss_fault=fault)
         return self._engine.finish(step, step_inputs)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spectral_monitor.capture.replay.loss_graph import has_unfit_input
+from spectral_monitor.capture.replay.loss_graph import LossFault, fault_of
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -92,12 +92,12 @@ def backward(loss):
 
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_what_a_loss_takes_is_left_alone(loss):
-    assert not has_unfit_input(loss())
+    assert fault_of(loss()) == LossFault.NONE
 
 
 @pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
 def test_what_it_does_not_take_is_told(loss):
-    assert has_unfit_input(loss())
+    assert fault_of(loss()) == LossFault.KIND
 
 
 def test_a_network_behind_the_loss_is_not_looked_through():
@@ -107,4 +107,70 @@ def test_a_network_behind_the_loss_is_not_looked_through():
         x = nn.Linear(3, 3)(x.softmax(-1).log_softmax(-1))
     nodes = []
     x.register_hook(nodes.append)
-    assert not has_unfit_input(F.cross_entropy(x, Y))
+    assert fault_of(F.cross_entropy(x, Y)) == LossFault.NONE
+
+
+T = torch.randn(6, generator=torch.Generator().manual_seed(1))
+
+
+def outputs(size=1):
+    torch.manual_seed(0)
+    return nn.Linear(4, size)(X)
+
+
+def energy_distance(x):
+    """Compares samples of two distributions, all with all."""
+    return 2 * (x - T).abs().mean() - (x - x[:, 0]).abs().mean()
+
+
+SAME_SHAPES = {
+    "columns": lambda: F.mse_loss(outputs(), T[:, None]),
+    "rows": lambda: (outputs()[:, 0] - T).square().mean(),
+    "as many outputs as samples": lambda: (outputs(6) - torch.randn(6, 6)).square().mean(),
+    "one target for all": lambda: (outputs() - 0.5).square().mean(),
+    "quantiles": lambda: (outputs() - torch.tensor([0.1, 0.5, 0.9])).abs().mean(),
+    "an energy distance": lambda: energy_distance(outputs()),
+    "a kernel of two samples": lambda: (-((outputs(3)[:, None] - torch.randn(6, 3)).square().sum(-1))).exp().mean(),
+    "distances between outputs": lambda: (outputs() - outputs()[:, 0]).square().mean(),
+    "nearest targets": lambda: (outputs() - T).abs().min(dim=1).values.mean(),
+    "a gaussian likelihood": lambda: F.gaussian_nll_loss(outputs(), T[:, None], torch.ones(6, 1)),
+}
+ALL_PAIRS = {
+    "mse_loss": lambda: F.mse_loss(outputs(), T),
+    "l1_loss": lambda: F.l1_loss(outputs(), T),
+    "smooth_l1_loss": lambda: F.smooth_l1_loss(outputs(), T),
+    "huber_loss, without a mean": lambda: F.huber_loss(outputs(), T, reduction="none").mean(),
+    "by hand": lambda: ((outputs() - T) ** 2).mean(),
+    "the other way round": lambda: 0.5 * (T[:, None] - outputs()[:, 0]).pow(2).sum() / 6,
+    "multiplied": lambda: ((outputs() - T) * (outputs() - T)).mean(),
+    "its root": lambda: ((outputs() - T) ** 2).mean().sqrt(),
+    "beside other losses": lambda: F.cross_entropy(logits(), Y) + 0.5 * (outputs() - T).square().mean(),
+    "images without their channel": lambda: (
+        (nn.Conv2d(2, 1, 1)(torch.randn(5, 2, 3, 3)) - torch.randn(5, 3, 3)).abs().mean()
+    ),
+    "after the backward pass": lambda: backward((outputs() - T).square().mean()),
+}
+OVER_SAMPLES = {
+    "nll_loss": lambda: F.nll_loss(logits().log_softmax(0), Y),
+    "a module": lambda: nn.NLLLoss()(nn.LogSoftmax(0)(logits()), Y),
+    "after the backward pass": lambda: backward(F.nll_loss(logits().log_softmax(0), Y)),
+}
+OVER_CLASSES = {
+    "one sample": lambda: F.nll_loss(logits()[0].log_softmax(0), Y[0]),
+    "in both directions": lambda: F.nll_loss((outputs(6) @ X[:, :1].T.new_ones(6, 6)).log_softmax(0), torch.arange(6)),
+    "the classes first": lambda: F.nll_loss(logits().T.log_softmax(0).T, Y),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("loss", "fault"),
+    [
+        *((loss, LossFault.NONE) for loss in (*SAME_SHAPES.values(), *OVER_CLASSES.values())),
+        *((loss, LossFault.ALL_PAIRS) for loss in ALL_PAIRS.values()),
+        *((loss, LossFault.OVER_SAMPLES) for loss in OVER_SAMPLES.values()),
+    ],
+    ids=[*SAME_SHAPES, *OVER_CLASSES, *ALL_PAIRS, *(f"over samples: {name}" for name in OVER_SAMPLES)],
+)
+def test_samples_that_a_loss_mixes_up(loss, fault):
+    assert fault_of(loss()) == fault

@@ -76,6 +76,28 @@ def test_it_is_told_at_the_first_measurement(train, make, causes):
     assert latest.summary["unfit_loss_input"] == ("loss_input" in causes)
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("loss_of", "advice"),
+    [
+        (lambda logits: F.mse_loss(logits[:, :1], X[:, 0]), "give both the same shape"),
+        (lambda logits: F.nll_loss(logits.log_softmax(0), Y), "pass dim=1"),
+        (lambda logits: F.nll_loss(logits, Y), "pass logits"),
+        (lambda logits: F.mse_loss(logits[:, 0], X[:, 0]), None),
+    ],
+)
+def test_the_advice_on_a_loss(loss_of, advice):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, mode="observe")
+    with training_step(probe, optimizer):
+        loss = loss_of(model(X))
+        probe.report_loss(loss)
+        loss.backward()
+    sentences = [verdict.sentence for verdict in probe.latest.roots if verdict.cause == "loss_input"]
+    assert [advice in sentence for sentence in sentences] == [True] * (advice is not None)
+
+
 def test_a_loss_that_was_not_seen_says_so():
     model = network(0.1, nn.Softmax(-1))
     probe = after_one_step(model, lambda: F.cross_entropy(model(X), Y), mode="observe")

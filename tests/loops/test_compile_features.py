@@ -413,7 +413,7 @@ def test_a_model_called_in_two_parts_says_so():
     model = Network()
     model.body = torch.compile(model.body, backend="eager")
     probe = after_one_step(
-        model, lambda: model.head(model.body(torch.randn(8, 6))).square().mean(), every_n_steps=1, quantities="standard"
+        model, lambda: model.head(model.body(torch.randn(8, 6))).square().mean(), quantities="standard"
     )
     assert probe.latest.why("feature_rms", "head") == (
         "'body' is compiled, and could not be run eagerly: the model is called in 2 separate parts"

@@ -25,7 +25,7 @@ CAUSES = {
     "schedule_too_short": "the learning rate is close to 0 for most of training",
     "eval_mode": "dropout or batch-norm modules are in evaluation mode",
     "dropout": "a dropout drops more than three quarters of its inputs",
-    "loss_input": "the loss gets probabilities instead of logits, or raw outputs instead of log-probabilities",
+    "loss_input": "the loss gets an input of the wrong kind or shape, such as probabilities in place of logits",
     "width": "the learning rate is that of a narrower network; it should be divided by the growth in width",
     "sgd_rule_under_adam": "learning rates follow fan_out/fan_in, the rule for SGD, but the optimizer is like Adam",
     "ntk_scaling": (

@@ -13,6 +13,7 @@ from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median, nanmax
+from spectral_monitor.measurement import LossFault
 
 TOO_FAST = 20.0
 """Learning rates are too large by about this times the square root of the median layer's relative update: steps that
@@ -295,13 +296,18 @@ _SENTENCES = {
         "dropout",
         "a dropout drops {finding.value:.0%} of its inputs: its argument is the share to drop, not the share to keep",
     ),
-    "loss_input": (
-        "loss_input",
-        "the loss gets an input of the wrong kind, such as the output of a softmax or a ReLU: pass logits to "
-        "cross_entropy and binary_cross_entropy_with_logits, and the output of log_softmax to nll_loss and ctc_loss",
-    ),
 }
 """Check -> its only cause, and a sentence on it; the remedy is no setting of the optimizer."""
+
+_LOSS_FAULTS = {
+    LossFault.KIND: "the loss gets an input of the wrong kind, such as the output of a softmax or a ReLU: pass logits "
+    "to cross_entropy and binary_cross_entropy_with_logits, and the output of log_softmax to nll_loss and ctc_loss",
+    LossFault.ALL_PAIRS: "the loss compares each output with the targets of all samples, because their shapes differ, "
+    "such as (N, 1) and (N,), and broadcasting makes N x N differences: give both the same shape",
+    LossFault.OVER_SAMPLES: "log_softmax runs over the samples of the batch, not over the classes: pass dim=1 or, if "
+    "classes come last, dim=-1",
+}
+"""What a loss gets -> a sentence on it."""
 
 _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_large": _too_large,
@@ -320,5 +326,8 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "ntk": _ntk,
     "readout_takes_all": _readout,
     "left_out": lambda finding, network, history: forgotten(network),
+    "loss_input": lambda finding, network, history: Explanation(
+        "loss_input", _LOSS_FAULTS[LossFault(int(finding.value))], Remedy("check")
+    ),
 }
 """Check -> function that explains it."""

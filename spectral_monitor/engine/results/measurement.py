@@ -75,8 +75,8 @@ def measurement_of(
         put("stale_gradient", _any_reused(reused), NO_TWO_STEPS)
         summary.update(facts.modes)
         put("clip_factor", _clip_factor(changes), CLIPPED if facts.clipped else NOT_ARRIVED)
-        unfit = facts.unfit_loss_input
-        put("unfit_loss_input", math.nan if unfit is None else float(unfit), NO_LOSS)
+        fault = facts.loss_fault
+        put("unfit_loss_input", math.nan if fault is None else float(fault), NO_LOSS)
     if facts.rewritten or facts.clipped or facts.closures > 1:
         summary["loss_change_predicted"] = math.nan
     if "dh" in requested.needs or facts.no_loss is not None:

@@ -14,7 +14,16 @@ from spectral_monitor.condition.optimizers.hyperparameters import WeightDecay
 from spectral_monitor.engine.results.raw import NETWORK, Raw
 from spectral_monitor.engine.settings import FEATURES
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import LOST, NODE, NOT_CALLED, NOT_FINITE, NOT_STEPPED, UNUSED, ZERO
+from spectral_monitor.measurement import (
+    LOST,
+    NODE,
+    NOT_CALLED,
+    NOT_FINITE,
+    NOT_STEPPED,
+    UNUSED,
+    ZERO,
+    LossFault,
+)
 from spectral_monitor.quantities import QUANTITIES, Readings, attention
 from spectral_monitor.quantities.readings import sound
 
@@ -84,7 +93,7 @@ class StepContext:
     multipliers: Mapping[int, float] = field(default_factory=dict)  # layer index -> factor of a correction on its rate
     decay: dict[int, WeightDecay] = field(default_factory=dict)  # of optimized layers whose weight is a parameter
     attention: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # layer index -> quantity -> remark
-    unfit_loss_input: bool | None = None  # whether the loss gets an unfit input; ``None`` if the loss was not seen
+    loss_fault: LossFault | None = None  # ``None`` if the loss was not seen
     modes: Mapping[str, float] = field(default_factory=dict)  # values of the whole network about modules' modes
     # (quantity or need, layer index or NETWORK for all layers) -> why it is missing
     why_not: dict[tuple[str, int], str] = field(default_factory=dict)
