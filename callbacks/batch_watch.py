@@ -8,12 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
+from spectral_monitor.capture.replay.loss_faults import LossCheck
 from spectral_monitor.capture.replay.loss_flow import loss_in
-from spectral_monitor.capture.replay.loss_graph import fault_of
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import UNNOTICED, MicroBatch
-from spectral_monitor.measurement import LossFault, Measurement
+from spectral_monitor.measurement import Measurement
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -38,13 +38,14 @@ class BatchWatch:
         self._engine, self._due, self._harmless = engine, due, harmless
         self._overdue: frozenset[str] = frozenset()
         self._loss_scale = 1.0
+        self._loss_check = LossCheck()
         self.forget()
 
     def forget(self) -> None:
         """Drop everything about the current step."""
         self._training_step: TrainingStepReplay | None = None
         self._micro_batches: list[MicroBatch] = []
-        self._loss_fault: LossFault | None = None
+        self._loss_check.begin()
 
     def begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Arm the engine if the optimizer steps in this batch and its step is due.
@@ -88,7 +89,7 @@ class BatchWatch:
         if not self._engine.armed:
             return
         with self._harmless("checking the inputs of the loss"):
-            self._loss_fault = max(self._loss_fault or LossFault.NONE, fault_of(loss))
+            self._loss_check.look(loss)
             if self._engine.on_loss is not None:
                 self._engine.on_loss(loss)
         scaler = _scaler(trainer)
@@ -124,7 +125,7 @@ class BatchWatch:
             loss_scale=self._loss_scale,
             context=partial(logging_suppressed, trainer, module),
             only_if_stepped=not automatic,
-            loss_fault=self._loss_fault,
+            loss_fault=self._loss_check.fault,
         )
         measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), step_inputs)
         self.forget()

@@ -54,6 +54,7 @@ class LossFault(IntEnum):
     KIND = 1  # a loss of logits gets outputs of an activation, or a loss of log-probabilities other inputs
     ALL_PAIRS = 2  # outputs and targets are broadcast, so each output is compared with the targets of all samples
     OVER_SAMPLES = 3  # log-probabilities are normalized over the samples, not over the classes
+    SEQUENCE = 4  # recurrent or attention modules of the network take the samples for the steps of a sequence
 
 
 class LayerState(NamedTuple):

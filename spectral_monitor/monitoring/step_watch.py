@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.graph_replay import gradients_kept
+from spectral_monitor.capture.replay.loss_faults import LossCheck
 from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
-from spectral_monitor.capture.replay.loss_graph import fault_of
 from spectral_monitor.capture.replay.replay import Repeatable
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
 from spectral_monitor.engine.features.step_loss import MicroBatch
 from spectral_monitor.layers import compiled_modules
-from spectral_monitor.measurement import LossFault, Measurement
+from spectral_monitor.measurement import Measurement
 from spectral_monitor.state.rng import RandomState
 from spectral_monitor.state.snapshot import Snapshot
 
@@ -65,6 +65,7 @@ class StepWatch:
         self._replayable = False
         self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
+        self._loss_check = LossCheck()
         self.forget()
 
     def forget(self) -> None:
@@ -72,7 +73,7 @@ class StepWatch:
         self._hooks.remove(self._handles)
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
-        self._loss_fault: LossFault | None = None
+        self._loss_check.begin()
         self._replay: LossReplay | None = None
         self._earlier: list[MicroBatch] = []
 
@@ -103,7 +104,7 @@ class StepWatch:
         if self._keys:
             self._loss = loss.detach().reshape(()).clone()
             with suppress(Exception):  # then it stays unknown
-                self._loss_fault = max(self._loss_fault or LossFault.NONE, fault_of(loss))
+                self._loss_check.look(loss)
                 if self._engine.on_loss is not None:
                     self._engine.on_loss(loss.reshape(()))
             if self._replay is not None and recompute is not None:
@@ -121,7 +122,7 @@ class StepWatch:
 
     def end(self, step: int, accumulated: int, loss_parts: int) -> Measurement | None:
         """Return the measurement of the step, if it was due; arguments are those of the probe's ``end_step``."""
-        keys, loss, blocks, fault = self._keys, self._loss, self._blocks, self._loss_fault
+        keys, loss, blocks, fault = self._keys, self._loss, self._blocks, self._loss_check.fault
         self._postponed, self._blocks = frozenset(), 1
         self.forget()
         if not keys:

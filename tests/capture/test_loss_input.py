@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spectral_monitor.capture.replay.loss_graph import LossFault, fault_of
+from spectral_monitor.capture.replay.loss_faults import LossCheck, fault_of, takes_samples_for_sequence
+from spectral_monitor.measurement import LossFault
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -174,3 +177,108 @@ OVER_CLASSES = {
 )
 def test_samples_that_a_loss_mixes_up(loss, fault):
     assert fault_of(loss()) == fault
+
+
+SAMPLES, STEPS, WIDTH = 12, 5, 8
+SEQUENCES = torch.randn(SAMPLES, STEPS, WIDTH, generator=torch.Generator().manual_seed(2))
+CLASSES = torch.arange(SAMPLES) % 3
+
+
+class Handwritten(nn.Module):
+    """Attention with four dimensions, samples first."""
+
+    def forward(self, x):
+        q = x.view(len(x), -1, 2, WIDTH // 2).transpose(1, 2)
+        return ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)
+
+
+class Attention(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=options.pop("batch_first", False))
+
+    def forward(self, x):
+        return self.attention(x, x, x, **self.options)[0]
+
+
+def encoder(dropout=0.0, **options):
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout, **options), 2)
+
+
+KINDS = {
+    "LSTM": partial(nn.LSTM, WIDTH, WIDTH),
+    "two layers": partial(nn.LSTM, WIDTH, WIDTH, num_layers=2),
+    "in both directions": partial(nn.GRU, WIDTH, WIDTH, bidirectional=True),
+    "GRU": partial(nn.GRU, WIDTH, WIDTH),
+    "RNN": partial(nn.RNN, WIDTH, WIDTH),
+    "attention": Attention,
+    "attention without its weights": partial(Attention, need_weights=False),
+    "encoder": encoder,
+    "encoder with dropout": partial(encoder, dropout=0.1),
+}
+
+
+def classified(module, x, dim=1, pick=None):
+    """A loss over one prediction for each sample."""
+    torch.manual_seed(0)
+    outputs = module(nn.Linear(x.shape[-1], WIDTH)(x))
+    outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+    outputs = outputs.mean(dim) if pick is None else outputs.select(dim, pick)
+    return F.cross_entropy(nn.Linear(outputs.shape[-1], 3)(outputs), CLASSES[: len(outputs)])
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("pick", [None, -1], ids=["mean", "last"])
+def test_samples_that_a_module_takes_for_a_sequence(make, pick):
+    assert takes_samples_for_sequence(classified(make(), SEQUENCES, pick=pick))
+    assert not takes_samples_for_sequence(classified(make(batch_first=True), SEQUENCES, pick=pick))
+    swapped = SEQUENCES.transpose(0, 1)
+    assert not takes_samples_for_sequence(classified(make(), swapped, dim=0, pick=pick)), "as it should be"
+
+
+def predicted(module, x, flat):
+    """A loss over one prediction for each step, as of a language model."""
+    outputs = module(x)[0] if not isinstance(module, nn.TransformerEncoder) else module(x)
+    outputs = nn.Linear(outputs.shape[-1], 1)(outputs).squeeze(-1)
+    outputs = outputs.flatten() if flat else outputs
+    return (outputs - torch.zeros_like(outputs)).square().mean()
+
+
+HEALTHY_SEQUENCES = {
+    "a language model": lambda: predicted(nn.LSTM(WIDTH, WIDTH), SEQUENCES, flat=True),
+    "a loss of steps by samples": lambda: predicted(nn.GRU(WIDTH, WIDTH), SEQUENCES, flat=False),
+    "a single sequence": lambda: predicted(nn.LSTM(WIDTH, WIDTH), SEQUENCES[:, :1], flat=True),
+    "a single sequence under attention": lambda: predicted(encoder(), SEQUENCES[:, :1], flat=True),
+    "without a batch": lambda: predicted(nn.LSTM(WIDTH, WIDTH), SEQUENCES[:, 0], flat=True),
+    "attention without a batch": lambda: classified(encoder(), SEQUENCES[:, 0][None]),
+    "by hand": lambda: classified(Handwritten(), SEQUENCES),
+    "as many steps as samples": lambda: classified(encoder(batch_first=True), SEQUENCES[:STEPS]),
+    "windows, as many steps in each as samples": lambda: classified(
+        nn.Sequential(nn.Unflatten(0, (-1, 2)), nn.Flatten(0, 1), encoder(batch_first=True), nn.Unflatten(0, (-1, 2)),
+                      nn.Flatten(1, 2)),
+        torch.randn(10, 5, WIDTH),
+    ),
+    "outputs of samples that are stacked": lambda: F.cross_entropy(
+        nn.Linear(STEPS * WIDTH, 3)(torch.stack([nn.Linear(WIDTH, WIDTH)(x) for x in SEQUENCES]).flatten(1)), CLASSES
+    ),
+    "no sequence": lambda: F.cross_entropy(logits(), Y),
+    "no graph": lambda: torch.tensor(1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", HEALTHY_SEQUENCES.values(), ids=HEALTHY_SEQUENCES)
+def test_sequences_as_they_should_be(loss):
+    assert not takes_samples_for_sequence(loss())
+
+
+def test_the_sequences_are_looked_for_once_and_stay():
+    check = LossCheck()
+    assert check.fault is None
+    for _ in range(2):
+        check.begin()
+        check.look(classified(KINDS["LSTM"](), SEQUENCES))
+        assert check.fault == LossFault.SEQUENCE
+    check.begin()
+    check.look(F.cross_entropy(logits(), Y))
+    assert check.fault == LossFault.SEQUENCE

@@ -98,6 +98,25 @@ def test_the_advice_on_a_loss(loss_of, advice):
     assert [advice in sentence for sentence in sentences] == [True] * (advice is not None)
 
 
+class Recurrent(nn.Module):
+    """Classifies 64 samples of 4 steps."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(2, 16, **options), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.view(-1, 4, 2))[0][:, -1])
+
+
+@pytest.mark.parametrize("train", [under_lightning, in_a_loop])
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}])
+def test_samples_that_are_taken_for_a_sequence(train, options):
+    torch.manual_seed(0)
+    found = [verdict for verdict in train(Recurrent(**options)).roots if verdict.cause == "loss_input"]
+    assert ["batch_first=True" in verdict.sentence for verdict in found] == [True] * (not options)
+
+
 def test_a_loss_that_was_not_seen_says_so():
     model = network(0.1, nn.Softmax(-1))
     probe = after_one_step(model, lambda: F.cross_entropy(model(X), Y), mode="observe")

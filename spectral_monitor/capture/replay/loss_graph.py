@@ -1,141 +1,33 @@
-"""Facts from the graph of a loss: faults of its input, parameters, factors of embeddings, the network's depth."""
+"""Facts from the graph of a loss: parameters, constant factors of embeddings, the network's depth."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from spectral_monitor.measurement import LossFault
-
-BOUNDED = ("Softmax", "Sigmoid", "Tanh", "Relu")
-RAW = (*BOUNDED, "Addmm", "Mm", "Bmm", "Convolution")
-UNFIT = {
-    "LogSoftmax": BOUNDED,
-    "BinaryCrossEntropyWithLogits": BOUNDED,
-    "NllLoss": RAW,
-    "NllLoss2D": RAW,
-    "CtcLoss": RAW,
-}
-"""Node of a loss -> nodes whose outputs do not fit it: the first two take logits, the others log-probabilities."""
-ENTRYWISE = ("Pow", "Abs", "Mul", "Div", "Sub", "MseLoss", "SmoothL1Loss", "HuberLoss")
-"""Nodes between a loss's mean and its differences of outputs and targets."""
-LOG_LOSSES = ("NllLoss", "NllLoss2D")
-"""Nodes of losses of log-probabilities, (N, C, ...)."""
 SHAPES = (
     *("View", "UnsafeView", "Reshape", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze", "Slice", "Select", "Index"),
     *("ToCopy", "Clone", "Alias", "Expand", "AsStrided", "Narrow", "Split", "Unbind"),
 )
 """Nodes that only change shape or precision."""
-LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "NativeBatchNorm")
-"""Nodes of the network: the loss does not extend behind them."""
 MATRICES = ("Addmm", "Mm", "Convolution", "MkldnnConvolution")
 """Nodes that multiply with a matrix of the network."""
 BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
-MAX_NODES = 200
-"""Nodes of a loss that are searched for inputs that do not fit."""
 
 
 def is_over_classes(loss: Tensor) -> bool:
     """Return whether a loss uses log-probabilities, as a cross entropy does."""
-    nodes = [loss.grad_fn, *(node for _, _, node in _edges(loss.grad_fn))]
+    nodes = [loss.grad_fn, *(node for _, _, node in edges(loss.grad_fn))]
     return any(kind_of(node) == "LogSoftmax" for node in nodes)
-
-
-def fault_of(loss: Tensor) -> LossFault:
-    """Return what is wrong with the input of a loss.
-
-    The graph tells, so nothing is known of compiled losses.
-
-    Args:
-        loss: with a graph, whose saved tensors may be gone.
-
-    Example:
-        >>> import torch
-        >>> from torch.nn import functional as F
-        >>> logits, target = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 1])
-        >>> fault_of(F.cross_entropy(logits, target)).name
-        'NONE'
-        >>> fault_of(F.cross_entropy(logits.softmax(-1), target)).name
-        'KIND'
-        >>> outputs, targets = torch.zeros(5, 1, requires_grad=True), torch.arange(5.0)
-        >>> fault_of((outputs - targets).square().mean()).name
-        'ALL_PAIRS'
-    """
-    visited: set[Any] = set()
-    queue = [(loss.grad_fn, True)]
-    faults, compares_all = {LossFault.NONE}, False
-    while queue and len(visited) < MAX_NODES:
-        node, is_mean = queue.pop(0)  # ``is_mean``: whether the loss is a mean of functions of the node's entries
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        compares_all |= _is_of_pairs(node)
-        kind, source = kind_of(node), node.next_functions[0][0] if node.next_functions else None
-        if kind_of(_before_bias(before_shapes(source))) in UNFIT.get(kind, ()):
-            faults.add(LossFault.KIND)
-        if kind in LOG_LOSSES and _is_over_samples(source):
-            faults.add(LossFault.OVER_SAMPLES)
-        if is_mean and _is_broadcast(node):
-            faults.add(LossFault.ALL_PAIRS)
-        if kind not in LAYERS:
-            is_mean = is_mean and (kind in ENTRYWISE or not _shape_of(node))
-            queue += [(source, is_mean) for source, _ in node.next_functions]
-    if compares_all:  # on purpose, as a distance between distributions does
-        faults.discard(LossFault.ALL_PAIRS)
-    return max(faults)
-
-
-def _is_over_samples(node: Any) -> bool:
-    """Return whether a node normalizes log-probabilities over the samples.
-
-    A square table of similarities may be normalized in both directions.
-    """
-    shape = _shape_of(node)
-    return kind_of(node) == "LogSoftmax" and len(shape) > 1 and shape[0] != shape[1] and node._saved_dim == 0
-
-
-def _is_broadcast(node: Any) -> bool:
-    """Return whether a node makes N x N numbers from N outputs and N constants."""
-    shape, sources = _shape_of(node), [edge for edge in node.next_functions if edge[0] is not None]
-    if kind_of(node) not in ("Sub", "Expand") or len(sources) != 1 or len(shape) < 2 or not shape[0] == shape[1] > 2:
-        return False
-    return math.prod(_shape_of(*sources[0])) * shape[0] == math.prod(shape)
-
-
-def _is_of_pairs(node: Any) -> bool:
-    """Return whether a node subtracts each of N outputs from every one of them."""
-    shape = _shape_of(node)
-    if kind_of(node) != "Sub" or len(shape) < 2 or shape[0] != shape[1]:
-        return False
-    return all(
-        source is not None and math.prod(_shape_of(source, number)) * shape[0] == math.prod(shape)
-        for source, number in node.next_functions
-    )
-
-
-def _shape_of(node: Any, number: int = 0) -> tuple[int, ...]:
-    """Return the shape of one of a node's outputs; of nodes that do not tell, that of no numbers."""
-    metadata = getattr(node, "_input_metadata", ())  # of the backward pass, whose inputs are gradients of outputs
-    return tuple(metadata[number].shape) if len(metadata) > number else (0,)
 
 
 def before_shapes(node: Any) -> Any:
     """Return the node that computed a node's values, before changes of shape and precision."""
     while kind_of(node) in SHAPES and node.next_functions:
         node = node.next_functions[0][0]
-    return node
-
-
-def _before_bias(node: Any) -> Any:
-    """Return the node to whose output a node adds a bias; the node itself if it adds none."""
-    if kind_of(node) == "Add" and len(node.next_functions) == 2:
-        (product, _), (bias, _) = node.next_functions
-        if (leaf := before_shapes(bias)) is not None and leaf.name().endswith("AccumulateGrad"):
-            return before_shapes(product)
     return node
 
 
@@ -162,7 +54,7 @@ def embedding_scales(output: Tensor) -> dict[int, float]:
         {10: 4.0}
     """
     factors: dict[int, set[float]] = {}
-    for consumer, position, node in _edges(output.grad_fn):
+    for consumer, position, node in edges(output.grad_fn):
         if kind_of(node) == "Embedding":
             rows = int(node._saved_weight_sym_argsize_0)
             factors.setdefault(rows, set()).add(_constant(consumer, position))
@@ -178,7 +70,7 @@ def parameters_in(output: Tensor) -> list[nn.Parameter]:
         >>> [tuple(p.shape) for p in parameters_in(last(first(torch.ones(2)).relu()))]
         [(1,), (1, 3), (3,), (3, 2)]
     """
-    leaves = (node.variable for _, _, node in _edges(output.grad_fn) if node.name().endswith("AccumulateGrad"))
+    leaves = (node.variable for _, _, node in edges(output.grad_fn) if node.name().endswith("AccumulateGrad"))
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, nn.Parameter)}.values())
 
 
@@ -210,7 +102,7 @@ def depth_of(output: Tensor) -> Depth:
     """
     first = before_shapes(output.grad_fn)
     users: dict[Any, list[Any]] = {first: []}
-    for consumer, _, node in _edges(output.grad_fn):
+    for consumer, _, node in edges(output.grad_fn):
         users.setdefault(node, []).append(consumer)
     behind = _behind_matrices(users)
     weights = {_weight_of(node) for node in users if kind_of(node) in MATRICES}
@@ -268,7 +160,7 @@ def _sources(consumer: Any) -> Iterator[Any]:
             yield source
 
 
-def _edges(root: Any) -> Iterator[tuple[Any, int, Any]]:
+def edges(root: Any) -> Iterator[tuple[Any, int, Any]]:
     """Yield each node, the position of one of its inputs, and the node that computed that input."""
     stack, visited = [root], {root}
     while stack:

@@ -306,6 +306,8 @@ _LOSS_FAULTS = {
     "such as (N, 1) and (N,), and broadcasting makes N x N differences: give both the same shape",
     LossFault.OVER_SAMPLES: "log_softmax runs over the samples of the batch, not over the classes: pass dim=1 or, if "
     "classes come last, dim=-1",
+    LossFault.SEQUENCE: "recurrent or attention modules take the samples of the batch for the steps of a sequence: set "
+    "batch_first=True where the samples come first, or swap the first two dimensions",
 }
 """What a loss gets -> a sentence on it."""
 

@@ -1,0 +1,222 @@
+"""Faults of what a loss gets, from its graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from spectral_monitor.capture.replay.loss_graph import before_shapes, edges, kind_of
+from spectral_monitor.measurement import LossFault
+
+BOUNDED = ("Softmax", "Sigmoid", "Tanh", "Relu")
+RAW = (*BOUNDED, "Addmm", "Mm", "Bmm", "Convolution")
+UNFIT = {
+    "LogSoftmax": BOUNDED,
+    "BinaryCrossEntropyWithLogits": BOUNDED,
+    "NllLoss": RAW,
+    "NllLoss2D": RAW,
+    "CtcLoss": RAW,
+}
+"""Node of a loss -> nodes whose outputs do not fit it: the first two take logits, the others log-probabilities."""
+ENTRYWISE = ("Pow", "Abs", "Mul", "Div", "Sub", "MseLoss", "SmoothL1Loss", "HuberLoss")
+"""Nodes between a loss's mean and its differences of outputs and targets."""
+LOG_LOSSES = ("NllLoss", "NllLoss2D")
+"""Nodes of losses of log-probabilities, (N, C, ...)."""
+LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "NativeBatchNorm")
+"""Nodes of the network: the loss does not extend behind them."""
+ATTENTION = ("Softmax", "SafeSoftmax")
+"""Nodes of attention weights, (..., L, L)."""
+RECURRENT = {"MkldnnRnnLayer": False, "CudnnRnn": True, "MiopenRnn": True}
+"""Node of a recurrent layer, (L, N, C) -> whether it is (N, L, C) with ``batch_first=True``."""
+MAX_NODES = 200
+"""Nodes of a loss that are searched for inputs that do not fit."""
+MAX_STEP_NODES = 60
+"""Nodes of one step of a recurrent cell."""
+
+
+class LossCheck:
+    """Looks for faults of the losses of a step.
+
+    Attributes:
+        fault: of the step's losses; ``None`` if none was seen.
+    """
+
+    def __init__(self) -> None:
+        self.fault: LossFault | None = None
+        self._sequence: LossFault | None = None  # found at the first loss, because it stays
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.fault = None
+
+    def look(self, loss: Tensor) -> None:
+        """Look at a loss before its backward pass."""
+        if self._sequence is None:
+            self._sequence = LossFault.SEQUENCE if takes_samples_for_sequence(loss) else LossFault.NONE
+        self.fault = max(self.fault or LossFault.NONE, fault_of(loss), self._sequence)
+
+
+def fault_of(loss: Tensor) -> LossFault:
+    """Return what is wrong with the input of a loss.
+
+    The graph tells, so nothing is known of compiled losses.
+
+    Args:
+        loss: with a graph, whose saved tensors may be gone.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import functional as F
+        >>> logits, target = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 1])
+        >>> fault_of(F.cross_entropy(logits, target)).name
+        'NONE'
+        >>> fault_of(F.cross_entropy(logits.softmax(-1), target)).name
+        'KIND'
+        >>> outputs, targets = torch.zeros(5, 1, requires_grad=True), torch.arange(5.0)
+        >>> fault_of((outputs - targets).square().mean()).name
+        'ALL_PAIRS'
+    """
+    visited: set[Any] = set()
+    queue = [(loss.grad_fn, True)]
+    faults, compares_all = {LossFault.NONE}, False
+    while queue and len(visited) < MAX_NODES:
+        node, is_mean = queue.pop(0)  # ``is_mean``: whether the loss is a mean of functions of the node's entries
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        compares_all |= _is_of_pairs(node)
+        kind, source = kind_of(node), node.next_functions[0][0] if node.next_functions else None
+        if kind_of(_before_bias(before_shapes(source))) in UNFIT.get(kind, ()):
+            faults.add(LossFault.KIND)
+        if kind in LOG_LOSSES and _is_over_samples(source):
+            faults.add(LossFault.OVER_SAMPLES)
+        if is_mean and _is_broadcast(node):
+            faults.add(LossFault.ALL_PAIRS)
+        if kind not in LAYERS:
+            is_mean = is_mean and (kind in ENTRYWISE or not _shape_of(node))
+            queue += [(source, is_mean) for source, _ in node.next_functions]
+    if compares_all:  # on purpose, as a distance between distributions does
+        faults.discard(LossFault.ALL_PAIRS)
+    return max(faults)
+
+
+def _is_over_samples(node: Any) -> bool:
+    """Return whether a node normalizes log-probabilities over the samples.
+
+    A square table of similarities may be normalized in both directions.
+    """
+    shape = _shape_of(node)
+    return kind_of(node) == "LogSoftmax" and len(shape) > 1 and shape[0] != shape[1] and node._saved_dim == 0
+
+
+def _is_broadcast(node: Any) -> bool:
+    """Return whether a node makes N x N numbers from N outputs and N constants."""
+    shape, sources = _shape_of(node), [edge for edge in node.next_functions if edge[0] is not None]
+    if kind_of(node) not in ("Sub", "Expand") or len(sources) != 1 or len(shape) < 2 or not shape[0] == shape[1] > 2:
+        return False
+    return math.prod(_shape_of(*sources[0])) * shape[0] == math.prod(shape)
+
+
+def _is_of_pairs(node: Any) -> bool:
+    """Return whether a node subtracts each of N outputs from every one of them."""
+    shape = _shape_of(node)
+    if kind_of(node) != "Sub" or len(shape) < 2 or shape[0] != shape[1]:
+        return False
+    return all(
+        source is not None and math.prod(_shape_of(source, number)) * shape[0] == math.prod(shape)
+        for source, number in node.next_functions
+    )
+
+
+def _shape_of(node: Any, number: int = 0) -> tuple[int, ...]:
+    """Return the shape of one of a node's outputs; of nodes that do not tell, that of no numbers."""
+    metadata = getattr(node, "_input_metadata", ())  # of the backward pass, whose inputs are gradients of outputs
+    return tuple(metadata[number].shape) if len(metadata) > number else (0,)
+
+
+def _before_bias(node: Any) -> Any:
+    """Return the node to whose output a node adds a bias; the node itself if it adds none."""
+    if kind_of(node) == "Add" and len(node.next_functions) == 2:
+        (product, _), (bias, _) = node.next_functions
+        if (leaf := before_shapes(bias)) is not None and leaf.name().endswith("AccumulateGrad"):
+            return before_shapes(product)
+    return node
+
+
+def takes_samples_for_sequence(loss: Tensor) -> bool:
+    """Return whether all attention and recurrent modules of a network take its samples for the steps of a sequence.
+
+    Then sequences are as long as the loss has samples, and the number of sequences is not that of samples, as with
+    ``batch_first=False`` and data whose samples come first.
+
+    Example:
+        >>> import torch
+        >>> for batch_first in (True, False):
+        ...     attention = torch.nn.MultiheadAttention(8, 2, batch_first=batch_first)
+        ...     x = torch.randn(16, 5, 8)  # 16 samples of 5 steps
+        ...     loss = attention(x, x, x)[0].mean(1).square().mean()
+        ...     takes_samples_for_sequence(loss)
+        False
+        True
+    """
+    rows, columns = _size_of_loss(loss.grad_fn)
+    if rows < 2:
+        return False
+    users: dict[Any, Any] = {}
+    sequences: list[tuple[int, int]] = []
+    for user, _, node in edges(loss.grad_fn):
+        users.setdefault(node, user)
+        sequences += _sequences(node, users)
+    return bool(sequences) and all(
+        length == rows and count > 1 and count % rows and count != columns for length, count in sequences
+    )
+
+
+def _size_of_loss(node: Any) -> tuple[int, int]:
+    """Return the numbers of samples and of classes or values for each that a loss is the mean of; 0 if unknown."""
+    for _ in range(MAX_NODES):
+        shape = _shape_of(node)
+        if shape:
+            return (shape[0], math.prod(shape[1:])) if len(shape) < 3 else (0, 0)
+        node = next((source for source, _ in node.next_functions if source is not None), None)
+        if node is None:
+            break
+    return 0, 0
+
+
+def _sequences(node: Any, users: Mapping[Any, Any]) -> Iterator[tuple[int, int]]:
+    """Yield the length and the number of sequences that a node works on; nothing if it works on none."""
+    kind, shape = kind_of(node), _shape_of(node)
+    if kind.startswith("ScaledDotProduct") and len(shape) == 4:  # (N, heads, L, C)
+        yield shape[2], shape[0]
+    elif kind in RECURRENT and len(shape) == 3:
+        samples_first = RECURRENT[kind] and node._saved_batch_first
+        yield (shape[1], shape[0]) if samples_first else shape[:2]
+    elif kind in ATTENTION and len(shape) == 4 and shape[2] == shape[3]:  # (N, heads, L, L)
+        yield shape[2], shape[0]
+    elif kind in ATTENTION and len(shape) == 3 and shape[1] == shape[2]:  # (N * heads, L, L)
+        user = node
+        while user in users and kind_of(user) not in ("Addmm", "Mm"):  # the output projection of L * N rows
+            user = users[user]
+        yield shape[1], _shape_of(user)[0] // shape[1] if _shape_of(user) else 0
+    elif kind == "Stack" and len(shape) == 3 and node._saved_dim == 0 and _is_recurrent(node):
+        yield shape[0], shape[1]
+
+
+def _is_recurrent(node: Any) -> bool:
+    """Return whether the second of the tensors that a node stacks was computed from the first."""
+    if len(node.next_functions) < 2:
+        return False
+    (first, _), (second, _) = node.next_functions[:2]
+    queue, visited = [second], set[Any]()
+    while queue and len(visited) < MAX_STEP_NODES:
+        source = queue.pop(0)
+        if source is first:
+            return True
+        if source is not None and source not in visited:
+            visited.add(source)
+            queue += [before for before, _ in source.next_functions]
+    return False
