@@ -162,7 +162,7 @@ def takes_samples_for_sequence(loss: Tensor) -> bool:
         False
         True
     """
-    rows, columns = _size_of_loss(loss.grad_fn)
+    rows, numbers = _size_of_loss(loss.grad_fn)
     if rows < 2:
         return False
     users: dict[Any, Any] = {}
@@ -171,16 +171,17 @@ def takes_samples_for_sequence(loss: Tensor) -> bool:
         users.setdefault(node, user)
         sequences += _sequences(node, users)
     return bool(sequences) and all(
-        length == rows and count > 1 and count % rows and count != columns for length, count in sequences
+        length == rows and count > 1 and count % rows and count != numbers for length, count in sequences
     )
 
 
 def _size_of_loss(node: Any) -> tuple[int, int]:
-    """Return the numbers of samples and of classes or values for each that a loss is the mean of; 0 if unknown."""
+    """Return the number of samples that a loss is the mean of, and that of its numbers for each; 0 if unknown."""
     for _ in range(MAX_NODES):
         shape = _shape_of(node)
         if shape:
-            return (shape[0], math.prod(shape[1:])) if len(shape) < 3 else (0, 0)
+            numbers = 1 if kind_of(node) == "LogSoftmax" else math.prod(shape[1:])
+            return (shape[0], numbers) if len(shape) < 3 else (0, 0)
         node = next((source for source, _ in node.next_functions if source is not None), None)
         if node is None:
             break
