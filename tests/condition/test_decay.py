@@ -154,10 +154,14 @@ def test_a_state_of_before_decay_was_looked_at_is_a_fresh_one():
     assert trend.state_dict() == DecayTrend().state_dict()
 
 
-def trained(kind, decay, steps=150):
-    """The causes of a run, the first remedy, and the loss at its end beside the variance of the targets."""
+def trained(kind, decay, steps=150, bias=0.0):
+    """The causes of a run, the first remedy, and the loss at its end beside the variance of the targets.
+
+    ``bias``: of the second layer.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 1))
+    nn.init.constant_(model[2].bias, bias)
     data = torch.Generator().manual_seed(1)
     optimizer = kind(model.parameters(), lr=3e-3, weight_decay=decay)
     probe = SpectralProbe(model, optimizer, every_n_steps="1, 2, 4, ..., every 50", mode="observe", quantities="light")
@@ -211,3 +215,11 @@ def test_a_penalty_in_the_loss_is_not_the_decay_of_adam(decay, blamed):
     first = probe.measurements[0].value("weight_fro", "2")
     assert probe.latest.value("weight_fro", "2") < 0.5 * first
     assert ("decay_too_large" in causes) == blamed
+
+
+@pytest.mark.parametrize("bias", [0.0, -10.0])
+def test_weights_that_shrink_without_any_gradient_are_dead(bias):
+    """Adam's steps are as long without gradients, because it divides the decay by its own size."""
+    found, _ = trained(torch.optim.Adam, 1.0, bias=bias)
+    assert next(iter(found)) == ("dead" if bias else "decay_too_large")
+    assert ("decay_too_large" in found) == (bias == 0)

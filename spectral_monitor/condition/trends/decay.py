@@ -66,8 +66,8 @@ class DecayTrend(Memory):
     def _remember(self, row: Row, step: int) -> None:
         """Remember the size of a weight, and whether it has shrunk fast since the start of its span."""
         name, size = row.name, row.get("weight_fro")
-        if not 0 <= size < math.inf:
-            return
+        if not 0 <= size < math.inf or not (name in self.first or row.has_gradient):
+            return  # a dead layer shrinks too, but not because of its decay
         self.first.setdefault(name, size)
         start, before = self.before.setdefault(name, [step, size])
         if step < start + SPAN:
