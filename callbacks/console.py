@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -83,7 +84,7 @@ class ConsoleReport:
         if self._verbose:
             show(rendered(role_rows(anatomy, folded=self._verbose < 2, when=in_words(self._steps))))
 
-    def end(self, trainer: pl.Trainer, latest: Measurement | None, folder: Path | None) -> None:
+    def end(self, trainer: pl.Trainer, measurements: Sequence[Measurement], folder: Path | None) -> None:
         """Print the last table, if anything was measured, and the cost of measuring.
 
         ``folder``: of the run, if there is one.
@@ -91,12 +92,13 @@ class ConsoleReport:
         if not self._verbose:
             return
         steps = trainer.global_step
-        if latest is None:
+        if not measurements:
             show(
                 f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={self._steps!r}"
             )
             return
-        show(rendered(measurement_rows(latest, folded=self._verbose < 2)))
+        latest = measurements[-1]
+        show(rendered(measurement_rows(latest, self._verbose < 2, measurements)))
         share = self._spent / max(perf_counter() - self._started, 1e-9)
         ended = f"; the last of {steps} steps that was measured is step {latest.step}" if steps > latest.step else ""
         self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time{ended}")

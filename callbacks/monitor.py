@@ -315,7 +315,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         """Print the last table and the cost of measuring."""
         if self._engine is not None:
             measured = self._engine.measured > self._continuation.measured_before
-            self._console.end(trainer, self.latest if measured else None, self._reports.folder)
+            self._console.end(trainer, self.measurements if measured else (), self._reports.folder)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remove hooks of a batch that another callback skipped after its start, which ends the epoch."""

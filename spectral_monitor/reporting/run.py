@@ -67,8 +67,12 @@ class MeasuredRun:
         return () if judged is None else judged.verdicts
 
     def table(self) -> str:
-        """Return the newest measurement as text."""
-        return self.latest.table() if self.latest is not None else "nothing measured yet"
+        """Return the newest measurement as text, with a line on verdicts that no longer hold."""
+        from spectral_monitor.reporting.text.table import measurement_table
+
+        if self.latest is None:
+            return "nothing measured yet"
+        return measurement_table(self.latest, earlier=self.measurements)
 
     def roles(self) -> Roles:
         """Return every measured layer with its role.

@@ -10,8 +10,9 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.measurement import LayerState
-from spectral_monitor.reporting.content.headline import announcement, brief, headline, headlines
+from spectral_monitor.reporting.content.headline import announcement, brief, headline, headlines, lifted_line
 from spectral_monitor.reporting.content.tally import disturbed, off, root_keys, tally
+from spectral_monitor.reporting.text.table import measurement_table
 from tests.reporting import gpt
 from tests.reporting.gpt import FOLLOWERS, MATRICES, ROOTS, measured, of_network, root
 
@@ -145,3 +146,16 @@ def test_what_makes_it_worth_saying_again():
     """Roots; not which layer of a cause is the worst, and not what follows from them."""
     assert root_keys(SAME) == root_keys(measured(roots=[root(*reversed(ROOTS))]))
     assert len(set(map(root_keys, (measured(), ONE, TWO, SAME, measured(roots=[of_network()]))))) == 5
+
+
+def test_verdicts_that_no_longer_hold():
+    steps = [(1, [root()]), (2, [root(), root(ROOTS[1])]), (4, []), (8, [of_network()]), (16, [])]
+    run = [replace(measured(roots=roots), step=step) for step, roots in steps]
+    cause, whole = root().cause.replace("_", " "), of_network().cause.replace("_", " ")
+    names = "h.7.mlp.c_fc, h.3.attn.v_proj"
+    assert lifted_line(run, run[-1]) == f"no longer: {cause} ({names}, steps 1 to 2); {whole} (step 8)"
+    assert lifted_line(run, run[3]) == f"no longer: {cause} ({names}, steps 1 to 2)", "the other one holds"
+    assert not lifted_line(run, run[1])
+    assert not lifted_line([], run[-1])
+    assert f"no longer: {cause}" in measurement_table(run[-1], earlier=run)
+    assert "no longer" not in measurement_table(run[-1])

@@ -86,6 +86,31 @@ def root_lines(measurement: Measurement) -> list[str]:
     return [*lines, f"and {others} more cause{'s' if others > 1 else ''}"] if others > 0 else lines
 
 
+def lifted_line(measurements: Iterable[Measurement], last: Measurement) -> str:
+    """Return a line on the causes of earlier verdicts that the last measurement no longer has; empty if there are none.
+
+    Example:
+        >>> root = Verdict("head", "lr", 0.1, (0.0, 1.0), 98.0, 20, 3, "lr_too_large", "its learning rate is too large")
+        >>> steps = [Measurement(step, (), {}, {}, (root,) if step in (8, 16) else ()) for step in (4, 8, 16, 32)]
+        >>> lifted_line(steps, steps[-1])
+        'no longer: lr too large (head, steps 8 to 16)'
+    """
+    current = {root.cause for root in last.roots}
+    lifted: dict[str, tuple[dict[str, None], list[int]]] = {}
+    for measurement in measurements:
+        for root in measurement.roots:
+            if root.cause not in current and measurement.step <= last.step:
+                layers, steps = lifted.setdefault(root.cause, ({}, []))
+                layers.update(dict.fromkeys(named_by(root)))
+                steps.append(measurement.step)
+    parts = []
+    for cause, (layers, steps) in lifted.items():
+        names = names_in(last, layers) if len(layers) > 1 else "".join(_bare(last, layers))
+        when = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+        parts.append(f"{cause.replace('_', ' ')} ({', '.join(filter(None, (names, when)))})")
+    return f"no longer: {'; '.join(parts)}" if parts else ""
+
+
 def _root_line(root: Verdict, measurement: Measurement, name_followers: bool = False) -> str:
     """Return the layers of a root, its sentence, and how many other layers follow from it, with their names or not."""
     names = named_by(root)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.headline import headlines, root_lines
+from spectral_monitor.reporting.content.headline import headlines, lifted_line, root_lines
 from spectral_monitor.reporting.content.labels import role_name
 from spectral_monitor.reporting.content.tally import tally
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, limits, vs_typical
@@ -31,12 +31,14 @@ DOUBTFUL = 0.3
 """Relative standard error of features from which on the table mentions it."""
 
 
-def measurement_table(measurement: Measurement, folded: bool = True, width: int | None = WIDTH) -> str:
+def measurement_table(
+    measurement: Measurement, folded: bool = True, width: int | None = WIDTH, earlier: Iterable[Measurement] = ()
+) -> str:
     """Return the table of :func:`measurement_rows` as plain text; ``width``: characters, ``None`` for all columns."""
-    return measurement_rows(measurement, folded).plain(width)
+    return measurement_rows(measurement, folded, earlier).plain(width)
 
 
-def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
+def measurement_rows(measurement: Measurement, folded: bool = True, earlier: Iterable[Measurement] = ()) -> Table:
     """Return a table with a row for each matrix: roots first, each with the layers that follow from it, then others.
 
     Biases and gains are measured too, but have a row only if they have a verdict.
@@ -44,6 +46,7 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
     Args:
         folded: whether layers that follow from a root share a row. In a network of many layers, so do healthy layers
             close to typical, and layers that were not judged for the same reason.
+        earlier: measurements of the run; a line names their verdicts that no longer hold.
     """
     ratios, band, infos = vs_typical(measurement), limits(measurement), measurement.layers
     layer_rows = rows(measurement, ratios, folded)
@@ -73,7 +76,8 @@ def measurement_rows(measurement: Measurement, folded: bool = True) -> Table:
     lines = headlines(measurement)
     title = f"spectral monitor, step {measurement.step}: {lines[0]}"
     state, states = tally(measurement).state, tuple(row.state for row in layer_rows)
-    notes = (*lines[1:], *(f"{NOTE}{printable(line)}" for line in root_lines(measurement)))
+    lifted = lifted_line(earlier, measurement)
+    notes = (*lines[1:], *(f"{NOTE}{printable(line)}" for line in root_lines(measurement)), *filter(None, (lifted,)))
     foot = tuple(filter(None, (summary_line(measurement),)))
     return Table(title, tuple(columns), foot, state, states, notes)
 
