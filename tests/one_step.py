@@ -19,7 +19,7 @@ def training_step(probe, optimizer):
 def after_one_step(model, loss, lr=0.1, **settings):
     """The probe of a model after its first step, of gradient descent on what ``loss`` returns."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    probe = SpectralProbe(model, optimizer, every_n_steps=1, **settings)
+    probe = SpectralProbe(model, optimizer, **settings)
     with probe.step():
         loss().backward()
         optimizer.step()

@@ -266,7 +266,7 @@ def told(rank: int, key: str, value: Any) -> str:
     net = nn.Linear(3, 2)
     options = {key: value} if dist.get_rank() == rank else {}
     with pytest.raises(ValueError, match=key) as error:
-        SpectralProbe(net, torch.optim.SGD(net.parameters(), 0.1), every_n_steps=1, **options)
+        SpectralProbe(net, torch.optim.SGD(net.parameters(), 0.1), **({"every_n_steps": 1} | options))
     return str(error.value)
 
 

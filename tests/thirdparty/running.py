@@ -59,7 +59,7 @@ def run(model, loss, steps=3, optimizers=None, lr=1e-3, **options):
     optimizers = optimizers or [torch.optim.AdamW(trained, lr)]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="spectral_monitor")
-        probe = SpectralProbe(model, optimizers, every_n_steps=1, **options)
+        probe = SpectralProbe(model, optimizers, **({"every_n_steps": 1} | options))
         guess = names(probe.anatomy, "readout")
         for _ in range(steps):
             with probe.step():
