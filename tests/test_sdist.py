@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PARTS = [".ci", "benchmarks", "callbacks", "docs", "examples", "spectral_monitor", "tests"]
 
 
+@pytest.mark.slow
 def test_everything_is_in_it(tmp_path):
     pytest.importorskip("setuptools")
     copy, out = tmp_path / "copy", tmp_path / "dist"

@@ -67,6 +67,7 @@ def rises(losses):
     return len(losses) + 1
 
 
+@pytest.mark.slow
 def test_its_logits_and_its_rate_are_named_before_the_loss_rises():
     losses, verdicts = run(30, ignore=[name for name in CHECKS if name not in ATTENTION])
     step, verdict = verdicts["lr_too_large"]
@@ -77,6 +78,7 @@ def test_its_logits_and_its_rate_are_named_before_the_loss_rises():
     assert 2 * step < rises(losses) <= STEPS
 
 
+@pytest.mark.slow
 def test_the_check_of_rates_names_it_at_the_first_measurement():
     _, verdicts = run(30)
     step, verdict = verdicts["lr_too_large"]
@@ -84,6 +86,7 @@ def test_the_check_of_rates_names_it_at_the_first_measurement():
     assert all("q_proj" in name or "k_proj" in name for name in verdict.layers)
 
 
+@pytest.mark.slow
 def test_at_the_rate_of_the_others_attention_is_healthy_and_the_loss_falls():
     losses, verdicts = run(1)
     assert not set(ATTENTION) & set(verdicts)

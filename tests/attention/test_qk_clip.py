@@ -39,6 +39,7 @@ def train(factor, steps, **settings):
     return probe, model, logits, rates
 
 
+@pytest.mark.slow
 def test_logits_stay_near_the_limit():
     _, _, free, _ = train(30, 20)
     _, _, held, rates = train(30, 20, qk_clip=LIMIT)

@@ -48,6 +48,7 @@ def test_the_recipes_are_of_the_half_that_says_so():
         assert len(names) >= 14
 
 
+@pytest.mark.slow
 def test_a_recipe_ends_alike_from_any_rate():
     ends = [one(("MLP, SGD", "corrected", start, 0), "development")[1] for start in any_rate.STARTS]
     assert max(ends) / min(ends) < 1.05

@@ -12,6 +12,7 @@ from spectral_monitor.linalg import SpectralEstimate
 from spectral_monitor.linalg import spectral_norms as estimate_module
 
 
+@pytest.mark.slow
 def test_planted_values_are_the_singular_values():
     planted = 0
     for seed in range(2):

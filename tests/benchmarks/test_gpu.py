@@ -35,6 +35,7 @@ def test_without_an_accelerator_it_says_so(monkeypatch, capsys):
     assert before == (gpu.PAGE.read_text() if gpu.PAGE.exists() else None)
 
 
+@pytest.mark.slow
 def test_the_same_device_gives_the_same_numbers_and_another_training_does_not(monkeypatch):
     found = gpu.differences("cpu", TINY)
     assert {"weight_norm", "update_norm", "feature_change"} <= {one.key for one in found}

@@ -15,6 +15,7 @@ GPU_ALONE = ("capturable", "FSDP over")
 ON_CPU = [title for title in trainers.WAYS if not any(word in title for word in GPU_ALONE)]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("title", ON_CPU)
 def test_training_is_the_same_and_norms_are_those_of_an_svd(title):
@@ -33,6 +34,7 @@ class Meddles(SpectralMonitor):
             next(module.parameters()).mul_(1.001)
 
 
+@pytest.mark.slow
 def test_training_that_is_changed_is_noticed(monkeypatch):
     monkeypatch.setattr(trainers.Way, "callback", lambda way: Meddles(every_n_steps=1, verbose=False))
     one = trainers.outcome(trainers.WAYS[trainers.PLAIN], "cpu")
@@ -66,6 +68,7 @@ def test_numbers_that_are_not_defined_are_not_missed():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", ["bf16-mixed", "`replay_samples=None`, bf16-mixed"])
 def test_half_precision_hides_nothing(title):
     """In spite of dropout."""

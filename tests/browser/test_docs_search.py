@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["index.html", "api/probe.html"])
 def test_it_finds_a_page_and_asks_nobody(page, site, start):
     asked = []

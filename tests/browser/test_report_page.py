@@ -91,6 +91,7 @@ def plain(page, tmp_path):
     assert seen.nothing(), seen
 
 
+@pytest.mark.slow
 def test_everything_is_drawn_without_a_network(plain):
     figures = ["overview-figure", *(f"panel-{place}" for place in range(len(PANELS)))]
     assert plain.locator(".figure").evaluate_all("all => all.map(div => div.id)") == figures
@@ -110,6 +111,7 @@ def test_everything_is_drawn_without_a_network(plain):
     assert plain.locator("h1").inner_text() == "1 of 6 layers off: pixels; 5 healthy"
 
 
+@pytest.mark.slow
 def test_a_heat_map_has_the_colours_of_its_values(plain):
     """The pixels of the picture, sorted by colour, are the values, sorted: red for large updates, blue for small."""
     pixels = plain.evaluate(
@@ -218,6 +220,7 @@ def test_wide_tables_and_pictures_do_not_widen_the_page(plain):
         assert plain.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.slow
 def test_the_toolbar_is_not_over_titles_and_no_scroll_bar_comes_late(plain):
     plain.set_viewport_size({"width": 1300, "height": 900})
     plain.wait_for_timeout(300)
@@ -296,6 +299,7 @@ def harm(page, seen):
     return found
 
 
+@pytest.mark.slow
 def test_names_do_no_harm_and_are_seen(page, tmp_path):
     write_report(run_of(EVIL), tmp_path / "report.html")
     seen = opened(page, tmp_path / "report.html")

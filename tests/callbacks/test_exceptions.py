@@ -157,6 +157,7 @@ def run_into(module, logger, error, every):
     return monitor, trainers[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [BoomError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_leaves_nothing_behind(place, error):

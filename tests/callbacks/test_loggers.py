@@ -45,6 +45,7 @@ def test_there_is_one_whatever_the_number_of_loggers(tmp_path):
     assert found.is_relative_to(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_it_is_beside_the_checkpoints_of_a_wandb_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=tmp_path, project="p", offline=True)

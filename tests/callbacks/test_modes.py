@@ -176,6 +176,7 @@ def test_schedulers_and_learning_rate_monitors_see_nothing():
     assert logs[0] == logs[1] != []
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
     def corrector():
         return SpectralLRCorrector("target", every_n_steps=3, spectral_init=2.0)

@@ -80,6 +80,7 @@ def test_csv(tmp_path):
     assert len([key for key in found if key[1] == "loss_step"]) == 6, "Lightning's own rows are all there"
 
 
+@pytest.mark.slow
 def test_wandb(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

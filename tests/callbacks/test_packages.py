@@ -126,6 +126,7 @@ def fits(tmp_path_factory):
     return fit
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_only_the_package_in_use_is_imported(fits, package):
@@ -145,6 +146,7 @@ def test_it_measures_logs_and_resumes(fits, package):
     assert "measuring took" in found.said
 
 
+@pytest.mark.slow
 def test_the_numbers_are_the_same(fits):
     ours, theirs = map(fits, PACKAGES)
     assert (ours.first, ours.then) == (theirs.first, theirs.then)

@@ -145,6 +145,7 @@ def test_what_comes_right_after_measured_steps_costs_the_monitor_nothing(monkeyp
     assert [m.step for m in monitor.measurements] == [2, 6, 10, 32, 42, 52]
 
 
+@pytest.mark.slow
 def test_accumulated_batches_are_one_step(monkeypatch):
     """Four seconds, half a second more: 2.5 steps apart, which with an interval of 2 are 4."""
     monitor = paced(monkeypatch, accumulate_grad_batches=4, batches=80)
@@ -171,6 +172,7 @@ def test_manual_optimization_counts_batches(monkeypatch):
     assert [m.step for m in monitor.measurements] == [4, 10, 16, 36, 48, 60]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize(

@@ -301,6 +301,7 @@ def factory(tmp_path, monkeypatch):
 OPTIONS = ["--widths", "8,16,32", "--seeds", "2", "--steps", "2", "--parametrization", "mup", "--lr", "0.1"]
 
 
+@pytest.mark.slow
 def test_sweep(factory, tmp_path, capsys):
     path = list(sys.path)
     arguments = ["sweep", f"{factory}:make_module", *OPTIONS]

@@ -54,6 +54,7 @@ def test_a_table_takes_what_draws_tables_alone(arguments, run):
     assert imported(PROGRAM, "show", str(run), *arguments) == ["rich"]
 
 
+@pytest.mark.slow
 def test_a_page_takes_torch(run, tmp_path):
     page = imported(PROGRAM, "report", str(run), "-o", str(tmp_path / "page.html"))
     assert "torch" in page, "else the test above would see nothing"

@@ -199,6 +199,7 @@ def test_a_learning_rate_that_has_become_zero_is_no_hindrance():
     assert verdict.remedy.value == pytest.approx(0.5), "a tenth, where no rate is known"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decay", "blamed"), [(1e-5, False), (0.1, True)])
 def test_a_penalty_in_the_loss_is_not_the_decay_of_adam(decay, blamed):
     """Which is so much smaller than the gradient."""

@@ -98,6 +98,7 @@ def train(activation, norm, depth=8, width=64, steps=64, lr=1e-3):
     return {verdict.cause for verdict in said}, probe.latest
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("activation", "norm", "expected"),
     [

@@ -163,6 +163,7 @@ def test_networks_that_are_frozen_in_turns_are_judged():
     assert {state.state for state in probe.latest.states.values()} == {"healthy"}
 
 
+@pytest.mark.slow
 def test_weights_that_began_next_to_zero_do_not_tell_how_fast_a_network_moves():
     """They are told by themselves; most of these move by many times their size, and are in order then."""
     torch.manual_seed(0)

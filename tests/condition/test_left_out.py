@@ -192,6 +192,7 @@ def test_the_first_layers_of_a_trained_network_may_be_frozen(fresh):
     assert ("left_out" in causes) is fresh
 
 
+@pytest.mark.slow
 def test_what_has_moved_before_was_not_forgotten():
     """As where blocks are frozen one after the other."""
     model = Blocks()

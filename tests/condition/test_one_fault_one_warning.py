@@ -61,6 +61,7 @@ def trained(faulty, steps=33):
     return told, probe.latest
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("faulty", [(), ("h.7.fc",), ("h.7.fc", "h.3.v")])
 def test_each_fault_is_told_once(faulty):

@@ -247,6 +247,7 @@ STEP_DECAY = [
 ]
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("make", STEP_DECAY)
 def test_a_decay_in_epochs_that_counts_batches_is_told_at_once(make):

@@ -51,6 +51,7 @@ def test_a_readout_that_begins_at_zero_is_no_fault(task, every):
     assert named(train(run, 60, every)[0]) == {}
 
 
+@pytest.mark.slow
 def test_a_matrix_that_is_embedding_and_readout_at_once_is_judged_as_readout():
     """A hundred times the learning rate is named once, of the readout; without it the run is healthy."""
 

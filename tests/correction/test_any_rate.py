@@ -74,6 +74,7 @@ def test_a_run_is_the_same_at_any_rate(make, schedule):
             torch.testing.assert_close(q, p, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_but_for_the_first_step_under_sgd():
     """How large a gradient is nobody knows before: so the first step is a small part of what the rate was."""
     runs = [run(lambda network, lr=lr: torch.optim.SGD(network.parameters(), lr=lr)) for lr in (1e-1, 10.0, 1e-3)]
@@ -447,6 +448,7 @@ def thawed(make, rate):
     return run(lambda net: make(network[3:].parameters()), network=network, each=thaw, steps=40, every_n_steps=1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [partial(torch.optim.Adam, lr=1e-3), partial(torch.optim.SGD, lr=0.1)])
 def test_thawed_layers_keep_the_rate_they_have_beside_the_others(make):
     whole, tenth = sizes(thawed(make, 1.0)), sizes(thawed(make, 0.1))

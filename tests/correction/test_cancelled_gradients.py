@@ -71,6 +71,7 @@ def test_a_gradient_of_a_hundredth_of_the_matrix_s_is_one():
         assert (place["value.bias"] in cancelled(measurement, layers, repeat(True))) == silent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "lr"), [(torch.optim.SGD, 0.1), (torch.optim.Adam, 0.001)])
 def test_rounding_drives_no_rate(optimizer, lr):
     """Their rates stay what they were at the first step."""

@@ -82,6 +82,7 @@ class Residual(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("count", "ends", "part"),
     [(9, 1.0, 1.0), (16, 1.0, 0.75), (36, 1.0, 0.5), (36, 0.9, 0.5), (36, 1 / 6, 1.0), (36, 0.0, 1.0)],

@@ -42,6 +42,7 @@ def test_the_learning_rate_is_four_times_the_wanted_size_at_most():
     assert over_wanted(trained()[1]) == pytest.approx(wanted.EMBEDDING_RATE, rel=0.02)
 
 
+@pytest.mark.slow
 def test_decay_does_not_take_the_rows_away(monkeypatch):
     """Decay goes with the learning rate."""
     kept = trained(decay=0.5)[0][0].weight.norm()

@@ -55,6 +55,7 @@ def under_lightning(network):
     return monitor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [in_a_loop, under_lightning])
 def test_steps_are_those_of_the_same_network_without_the_constant(train):
     def updates(scaled):

@@ -155,6 +155,7 @@ def test_a_block_is_corrected_by_what_is_trained_of_it():
     assert corrector.multipliers["0.bias"] != before
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("floor", [0.0, 1.0])
 def test_polyak_goes_by_what_can_be_gained(floor):

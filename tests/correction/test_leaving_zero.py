@@ -58,6 +58,7 @@ def trained(optimizer_of, steps=STEPS):
     return losses, multipliers
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::spectral_monitor.SpectralConditionWarning")
 def test_a_network_whose_branches_begin_at_zero_learns_under_sgd():
     """Rates that were right for one step were a thousand times too large for the next, and all became NaN."""

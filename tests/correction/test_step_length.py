@@ -321,6 +321,7 @@ def factor(probe):
     return probe._supervisor._corrector.step_length.factor
 
 
+@pytest.mark.slow
 def test_a_siren_learns_at_any_rate(monkeypatch):
     """Whose readout, too, is drawn as its paper has it."""
     recipe = next(recipe for recipe in RECIPES if recipe.name == "SIREN, Adam")
@@ -333,6 +334,7 @@ def test_a_siren_learns_at_any_rate(monkeypatch):
     assert min(factors) < 0.5
 
 
+@pytest.mark.slow
 def test_looking_leaves_no_trace(monkeypatch):
     def network():
         torch.manual_seed(0)
@@ -422,6 +424,7 @@ def ends_at(seed, looks):
     return train(network, optimizer, looks, 120, loss_of, size=1 / 8 / SGD_SHARE)[1]
 
 
+@pytest.mark.slow
 def test_a_deep_network_learns_under_sgd(monkeypatch):
     """Ten seeds end at 1.01 on average with the rule, and at 1.31 to 1.59 or NaN without; chance is 1.6."""
     monkeypatch.setattr(wanted, "SHALLOW", 100)
@@ -429,6 +432,7 @@ def test_a_deep_network_learns_under_sgd(monkeypatch):
     assert not ends_at(0, looks=False) < 1.3
 
 
+@pytest.mark.slow
 def test_a_deep_network_learns_by_its_depth_where_its_loss_is_not_looked_at():
     assert statistics.fmean(ends_at(seed, looks=False) for seed in range(2)) < 1.1
 

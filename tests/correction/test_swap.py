@@ -253,6 +253,7 @@ def test_a_learning_rate_in_a_tensor_stays_one(options):
     assert [float(lr) for lr in found[3:6]] == [0.5 * float(torch.tensor(0.05)) * m for m in dict.fromkeys(POWERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:.torch.jit.script_method")
 def test_a_compiled_step_is_corrected_too():
     models, optimizers = pair(torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.3}, decay="weight_decay")

@@ -49,6 +49,7 @@ def test_numbers_are_those_of_one_process(outcomes, one):
     assert len({repr(result["measurements"]) for result in results}) == 1, "the same in all processes"
 
 
+@pytest.mark.slow
 def test_there_is_enough_to_compare():
     """And half of the rows would give other numbers."""
     for network in huggingface.NETWORKS:

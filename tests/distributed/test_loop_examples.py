@@ -104,6 +104,7 @@ def test_stopped_and_resumed(name, processes, more, tmp_path):
     check_resumed(name, processes, tmp_path, *more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "more", "sentence"), [(1, (), "with torchrun")])
 def test_refuses_what_cannot_be_in_one_sentence(processes, more, sentence):
     ended = start(processes, *more, example=EXAMPLES["torchtitan"])

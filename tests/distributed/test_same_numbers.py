@@ -178,6 +178,7 @@ def test_another_order_of_the_rows_is_within_the_tolerances(network):
     assert differences(*found) == []
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("factor", [1.02, math.nan])
 def test_any_other_value_is_noticed(factor):

@@ -84,6 +84,7 @@ def rounds(once):
 PLACES = ["forward", "backward", "optimizer step"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_probe_in_one_long_loop(place):
@@ -111,6 +112,7 @@ def test_a_probe_in_one_long_loop(place):
     assert [m.step for m in probe.measurements] == [2 * ROUNDS - 2, 2 * ROUNDS]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_fit_after_fit(place):
@@ -147,6 +149,7 @@ class Broken(RecordingLogger):
             raise BoomError("logger")
 
 
+@pytest.mark.slow
 def test_a_logger_that_always_fails_does_not_stop_training():
     monitor, done = SpectralMonitor(1, history=2), []
 
@@ -163,6 +166,7 @@ def test_a_logger_that_always_fails_does_not_stop_training():
     assert [m.step for m in monitor.measurements] == [5, 6]
 
 
+@pytest.mark.slow
 def test_what_is_kept_would_be_counted():
     """The comparisons above can fail."""
     kept = []

@@ -46,6 +46,7 @@ def measured(device, quantities):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quantities", ["light", "standard", "full", list(QUANTITIES)])
 def test_a_default_device_changes_no_number(quantities):
     under_it = measured("meta", quantities)

@@ -272,6 +272,7 @@ def job(way):
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_numbers_of_one(tmp_path):
     [alone] = job("")
     assert not any(map(math.isnan, alone))

@@ -216,6 +216,7 @@ def covered(cases, samples):
     return held, bounded
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_truth_in_a_few_cases():
     held, bounded = covered(3, 128)
     assert held == 3

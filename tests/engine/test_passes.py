@@ -41,6 +41,7 @@ def lanczos_steps(counts: Counts) -> int:
     return sum(counts.steps.values())
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_passes_over_a_matrix_are_those_of_its_lanczos_and_four_more(tier):
@@ -52,6 +53,7 @@ def test_passes_over_a_matrix_are_those_of_its_lanczos_and_four_more(tier):
     assert too_many == {}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_bytes_read_are_linear_in_the_number_of_parameters_as_the_width_grows(tier):
@@ -64,6 +66,7 @@ def test_bytes_read_are_linear_in_the_number_of_parameters_as_the_width_grows(ti
     assert read <= linear
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_operators_and_bytes_are_linear_in_the_depth(tier):
@@ -75,6 +78,7 @@ def test_operators_and_bytes_are_linear_in_the_depth(tier):
     assert read <= linear
 
 
+@pytest.mark.slow
 def test_tier_light_does_not_grow_with_the_batch():
     (small, _), (large, _) = counted("light"), counted("light", repeats=4)
     for name in ("operators", "read", "allocations", "allocated", "crossings", "passes", "steps"):
@@ -92,6 +96,7 @@ def forward_bytes(repeats: int) -> int:
     return tally.read.total()
 
 
+@pytest.mark.slow
 def test_tier_standard_grows_with_the_batch_by_one_forward_alone():
     """Beyond it are statistics of rows, of at most ``max_rows`` of them: both batches have more."""
     (small, _), (large, _) = (counted("standard", repeats=repeats, samples=None) for repeats in (1, 4))
@@ -104,6 +109,7 @@ def test_tier_standard_grows_with_the_batch_by_one_forward_alone():
     assert large.crossings == small.crossings
 
 
+@pytest.mark.slow
 def test_by_default_it_grows_with_neither():
     """Batches of 16 and of 64 samples of 32 rows: eight are run again. Arguments are kept, copied once."""
     (small, _), (large, _) = counted("standard", repeats=4), counted("standard", repeats=16)

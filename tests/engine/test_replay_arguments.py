@@ -66,6 +66,7 @@ def test_a_number_that_only_counts_is_not_looked_at_for_ever():
     assert "depend on the others" in said[0]
 
 
+@pytest.mark.slow
 def test_what_is_known_stays_small():
     class Named(Told):
         def forward(self, x, words):

@@ -210,6 +210,7 @@ def test_the_probe_measures_what_is_due():
     }
 
 
+@pytest.mark.slow
 def test_values_are_those_of_a_run_that_measures_everything_at_every_step():
     """All but what has happened since the start, which is measured at every fifth of other steps."""
     every, some = trained(1, "full", 12), trained({"light": 2, "standard": 3, "full": 4}, "full", 12)

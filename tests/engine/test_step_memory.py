@@ -187,6 +187,7 @@ def test_between_steps_the_start_is_held_and_nothing_else(low_memory):
     assert start == sum(run.sizes) == storages.live["cpu"]
 
 
+@pytest.mark.slow
 def test_low_memory_measures_the_same_and_trains_the_same():
     runs = [Run("transformer", DTYPES["bfloat16"], low_memory=low) for low in (False, True)]
     for run in runs:

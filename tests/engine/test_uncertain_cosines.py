@@ -42,6 +42,7 @@ def measurements(samples, seed, steps):
     return list(probe.measurements), probe
 
 
+@pytest.mark.slow
 def test_errors_hold_what_all_samples_say():
     """Those of the sensitivity are infinite where the sign of the cosine is not known, and only there."""
     compared = dict.fromkeys(KEYS, 0)

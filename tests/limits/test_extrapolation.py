@@ -52,6 +52,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_interval_holds_the_limit_in_18_of_20_draws(case):
     draw, limit = CASES[case]

@@ -30,6 +30,7 @@ def test_an_easy_task_is_learnt_and_a_hard_one_is_not():
         assert score.loss > 0.6
 
 
+@pytest.mark.slow
 def test_long_descent_is_kernel_regression():
     """Half the squared error goes to that of the interpolation ``K(z, x) K(x, x)^-1 y``."""
     x, _, _ = pairs(12, 0, dimensions=4)

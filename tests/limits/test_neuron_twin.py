@@ -75,6 +75,7 @@ FOUR_PROBES = 0.3
 """Two standard deviations of the mean eigenvalue of a layer of nine outputs on 16 rows, by four random vectors."""
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_quantity_is_that_of_a_wide_module(bias):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 PAGE = Path(__file__).parents[2] / "docs" / "infinite_width.md"
 
 
+@pytest.mark.slow
 def test_the_python_on_the_page_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

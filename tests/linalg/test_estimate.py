@@ -114,6 +114,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_many_random_matrices_none_is_missed(family):
@@ -350,6 +351,7 @@ def test_the_start_is_orthonormal_and_fixed():
     assert not torch.equal(block[:, :299], lanczos.start_block(299, 4))
 
 
+@pytest.mark.slow
 def test_doubt_bounds_how_often_a_direction_stays_hidden():
     """Over many random starts, of those with a doubt of at most p at most the share p misses the leading value."""
     values = torch.cat([torch.tensor([1.05]), torch.linspace(1, 0.7, 149)])

@@ -270,6 +270,7 @@ def test_few_samples_are_enough_in_half_precision(passes, dropout):
                 assert math.isfinite(m.value("bfa", layer.name)), m.why("bfa", layer.name)
 
 
+@pytest.mark.slow
 def test_with_dropout_numbers_of_few_samples_are_those_of_all_within_their_errors():
     """Each has masks of its own."""
     inside = []

@@ -80,6 +80,7 @@ def test_a_function_that_calls_the_network_is_compiled_once_more_at_most(fullgra
     assert probe.latest.why("feature_change", "2") == INLINED
 
 
+@pytest.mark.slow
 def test_a_compiled_step_of_an_optimizer_is_left_alone():
     plain, _, plain_count = trained(False, compiled_step=True)
     with pytest.warns(SpectralMonitorWarning, match="the optimizer's step is compiled"):
@@ -149,6 +150,7 @@ def fitted(fullgraph, whole, tmp_path):
     return monitor
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_training_step_that_calls_one_is_run_again_as_a_whole(tmp_path, fullgraph, whole):

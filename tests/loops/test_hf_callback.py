@@ -123,6 +123,7 @@ def test_accumulated_gradients_give_the_updates_of_one_big_batch(tmp_path):
     assert len(differing(big, half)) > 10, "so the comparison tells"
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_give_every_number_of_one_big_batch_of_the_same_rows(tmp_path):
     """Features are those of the last micro-batch."""
     found = []
@@ -136,6 +137,7 @@ def test_accumulated_gradients_give_every_number_of_one_big_batch_of_the_same_ro
     assert {"feature_rms", "feature_change", "sensitivity", "alignment"} <= {key for _, key, _ in found[0]}
 
 
+@pytest.mark.slow
 def test_the_edge_is_of_gradients_before_they_are_clipped(tmp_path):
     """The Trainer says neither that it clips nor by how much. A step of SGD that is so much shorter has an edge that is
     so much smaller.
@@ -170,6 +172,7 @@ class Waves(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_correction_shortens_steps_that_go_too_far(tmp_path, accumulate):
@@ -193,6 +196,7 @@ class Counting(Waves):
         return {**found, "loss": found["loss"] * len(labels) / num_items_in_batch}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("net", [Waves, Counting])
 def test_steps_of_several_micro_batches_are_as_long_as_those_of_one(tmp_path, net):
@@ -207,6 +211,7 @@ def test_steps_of_several_micro_batches_are_as_long_as_those_of_one(tmp_path, ne
     assert found[1] == pytest.approx(found[0], rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches(tmp_path):
     """7 batches of the same rows: 4 of them in the first step, 3 in the second; one epoch of each is compared."""
     found = []
@@ -244,6 +249,7 @@ def run(folder, steps=6, stop=None, resume=None, **options):
     return numbers(spectral), said
 
 
+@pytest.mark.slow
 def test_resumed_from_a_checkpoint_it_measures_what_it_would_have(tmp_path):
     whole, _ = run(tmp_path / "whole")
     run(tmp_path / "run", stop=3)
@@ -263,6 +269,7 @@ def test_the_batch_is_in_no_folder_that_is_pushed(tmp_path):
     assert "tensors" not in small
 
 
+@pytest.mark.slow
 def test_from_elsewhere(tmp_path):
     run(tmp_path / "old", stop=3)
     shutil.copytree(tmp_path / "old", tmp_path / "moved")
@@ -277,6 +284,7 @@ def test_from_elsewhere(tmp_path):
     assert min(value for (_, key, _), value in rest.items() if key == "drift_ratio") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
@@ -328,6 +336,7 @@ def test_the_run_file_names_the_model(tmp_path):
     assert '"run":{"model":"Net","optimizer":"sgd"}' in header
 
 
+@pytest.mark.slow
 def test_what_is_printed(tmp_path, capsys):
     trainer(tmp_path, SpectralCallback(2)).train()
     out = capsys.readouterr().out
@@ -351,6 +360,7 @@ def test_a_verdict_stops_training(tmp_path):
     assert job.state.global_step == spectral.latest.step < 40
 
 
+@pytest.mark.slow
 def test_it_corrects(tmp_path):
     spectral = SpectralCallback(1, mode="correct", correction=LRCorrection("target"), verbose=0)
     trainer(tmp_path, spectral, optim="adamw_torch", max_steps=12).train()
@@ -445,6 +455,7 @@ def test_ways_of_training_that_are_not_supported(tmp_path, name, value, sentence
         SpectralCallback().on_train_begin(arguments, job.state, job.control, model=net, optimizer=optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [

@@ -43,6 +43,7 @@ def trained(module, *callbacks, **arguments):
     return reader.run
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [{}, {"bf16": True}, {"activation_checkpointing": True}], ids=str)
 def test_training_is_the_same(example, arguments):
@@ -67,6 +68,7 @@ def test_training_is_the_same(example, arguments):
         assert not {info.name for info in m.layers if "module" in info.name}
 
 
+@pytest.mark.slow
 def test_every_quantity_of_a_hidden_layer_is_there(example):
     module = example("hf_trainer")
     spectral = module.SpectralCallback(every_n_steps=2)
@@ -94,6 +96,7 @@ class Grabs(TrainerCallback):
         self.moved.append(model.lm_head.weight.detach() - self.before)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_whole_step(example):
     module, grabs = example("hf_trainer"), Grabs()
     spectral = module.SpectralCallback(every_n_steps=1)
@@ -112,6 +115,7 @@ class Breaks(TrainerCallback):
             raise RuntimeError("boom")
 
 
+@pytest.mark.slow
 def test_an_exception_leaves_no_hook(example):
     module, breaks = example("hf_trainer"), Breaks()
     spectral = module.SpectralCallback(every_n_steps=1)

@@ -167,6 +167,7 @@ def reference(name: str) -> tuple[Run, int]:
     return train(name)
 
 
+@pytest.mark.slow
 @pytest.mark.few(8)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(("name", "last"), CASES)
@@ -200,6 +201,7 @@ def assert_measured(name, monitor, every, steps):
                     assert not there, (m.step, key, info.name)
 
 
+@pytest.mark.slow
 def test_shapes_are_what_they_are_called():
     """Weights are averaged, accumulation changes, fits follow each other: else there is nothing to prove."""
     taken = {name: reference(name)[1] for name in SHAPES if name not in NEEDS_2_6 or WeightAveraging is not None}

@@ -308,6 +308,7 @@ class Lit(pl.LightningModule):
         return make_optimizer(self.optimizer_kind, self.net)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize(("kind", "optimizer_kind"), [("cnn", "sgd"), ("transformer", "adamw")])

@@ -123,6 +123,7 @@ class InParts(Lit):
         return nn.functional.cross_entropy(net.head(net.norm(h)).flatten(0, 1), y.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "module"), [("cnn", Lit), ("transformer", Lit), ("transformer", InParts)], ids=["cnn", "call", "step"]

@@ -46,6 +46,7 @@ def compare(kind, seed):
     return sum(math.isfinite(value) for m in probe.measurements for value in m.scalars().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "images", "tokens"])
 def test_agrees_with_the_naive_implementation(kind):
     assert sum(compare(kind, seed) for seed in range(QUICK)) > 100 * QUICK

@@ -65,11 +65,13 @@ def test_adam_with_the_rule_of_sgd_grows_like_width(digits):
     np.testing.assert_allclose(natural[:, 1], WRONG_HIDDEN, rtol=0.3)
 
 
+@pytest.mark.slow
 def test_adam_with_one_over_fan_in_is_flat(digits):
     natural = over_widths(digits, Adam, 1e-3 * WIDTHS[0], adam_rule)
     assert np.abs(slopes(WIDTHS, natural)).max() < 0.15
     np.testing.assert_allclose(natural[:, 1], RIGHT_HIDDEN, rtol=0.3)
 
 
+@pytest.mark.slow
 def test_sgd_with_its_own_rule_is_flat(digits):
     assert np.abs(slopes(WIDTHS, over_widths(digits, SGD, 0.1, sgd_rule))).max() < 0.15

@@ -73,6 +73,7 @@ def test_probe_sees_what_the_test_recorded(beta):
             assert step.at("sensitivity", node) == pytest.approx(-rms(df) / (df @ b).item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_in_a_plain_network_the_layers_put_out_the_cut_nodes():
     for step in draws("1"):
         for node in NODES:
@@ -88,6 +89,7 @@ def test_predicted_loss_change(beta):
         assert step.measured.summary["contribution_spread"] == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("beta", BETA)
 def test_loss_change(beta):

@@ -62,6 +62,7 @@ def test_it_is_the_same_training(width):
     assert (ours[-1] - ours[0]).abs().max() > 0.05, "it does train"
 
 
+@pytest.mark.slow
 def test_features_are_then_learned_at_any_width():
     """Without the factor their change falls like 1 / sqrt(width)."""
     widths, slopes = [64, 128, 256, 512], {}

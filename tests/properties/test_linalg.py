@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,7 @@ def as_alone(e: SpectralEstimate, x: Drawn) -> bool:
 # --- one stack against its singular values
 
 
+@pytest.mark.slow
 @given(stacks(subnormal=True), tolerances)
 def test_the_estimate_and_its_bounds_hold_the_truth(x, tol):
     e = spectral_estimate(x.A, tol=tol)

@@ -118,6 +118,7 @@ def known(measurements: Sequence[Measurement], keys: Iterable[str]) -> None:
 # --- the same function
 
 
+@pytest.mark.slow
 @fewer
 @given(seeds, widths, st.sampled_from([sgd, adam]), st.randoms(use_true_random=False))
 def test_hidden_units_have_no_order(seed, width, optimizer, random):
@@ -241,6 +242,7 @@ def test_samples_have_no_order(seed, width, random):
     same(one, measured(other, whole((x[order], y[order]) for x, y in data), adam(other)))
 
 
+@pytest.mark.slow
 @fewer
 @given(seeds, widths, st.sampled_from([2, 4, 8]))
 def test_micro_batches_make_the_update_of_the_batch(seed, width, count):

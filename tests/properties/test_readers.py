@@ -120,6 +120,7 @@ def check(arguments: list[str], allowed: tuple[int, ...]) -> int:
     return status
 
 
+@pytest.mark.slow
 @more
 @given(files(), COMMANDS)
 def test_a_command_gives_a_result_or_a_sentence(content, command):

@@ -140,7 +140,9 @@ class Loop:
 
     def watch(self) -> None:
         if self.options is not None:
-            self.probe = SpectralProbe(self.model, self.optimizer, sinks=[self.sink], **({"every_n_steps": 1} | self.options))
+            self.probe = SpectralProbe(
+                self.model, self.optimizer, sinks=[self.sink], **({"every_n_steps": 1} | self.options)
+            )
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -457,6 +457,7 @@ def deep(count, steps):
         yield Measurement(step, layers, values, {"violations": 1.0}, (verdict("blocks.20.a"),), bands=bands)
 
 
+@pytest.mark.slow
 def test_a_deep_network():
     text = report(deep(100, 300))
     assert len(text.encode()) < 15e6

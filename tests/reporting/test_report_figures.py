@@ -51,6 +51,7 @@ def test_layers_of_which_curves_are_drawn(count, first):
     assert {0, count - 1} <= set(found) or len(places) >= 119
 
 
+@pytest.mark.slow
 def test_readouts_and_what_is_outside_are_always_drawn():
     """A readout in the middle of a deep network, where it stands in the order of layers."""
     run = list(deep(1000, 2))

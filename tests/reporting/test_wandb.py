@@ -87,6 +87,7 @@ def faulty(tmp_path_factory):
         yield SimpleNamespace(monitor=monitor, file=RunFile(folder), folder=folder)
 
 
+@pytest.mark.slow
 def test_every_number_of_every_measurement_is_there_at_its_step(faulty):
     measured = faulty.monitor.measurements
     assert [m.step for m in measured] == list(range(2, 47, 2))
@@ -223,6 +224,7 @@ def test_the_profile_is_an_artifact(faulty, tmp_path):
 # --------------------------------------------------------------------------------------------------------- long, beside
 
 
+@pytest.mark.slow
 def test_beside_other_loggers(tmp_path):
     monitor = SpectralMonitor(every_n_steps=1, mode="observe", heatmap_every=4)
     loggers = [TensorBoardLogger(tmp_path), WandbLogger(save_dir=tmp_path, offline=True), CSVLogger(tmp_path)]

@@ -68,6 +68,7 @@ def verdict(layer, **changed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("like_lightning", [True, False])
 def test_a_hundred_layers_make_some_twenty_panels(tmp_path, deep, like_lightning):

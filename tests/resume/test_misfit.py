@@ -55,6 +55,7 @@ def test_without_a_checkpoint_none_is_spoken_of():
     assert watch.latest.value("drift_fro_ratio", "net.0") == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_its_checkpoint_without_it(tmp_path):
     _, path = saved(tmp_path)
     assert zoo.fit(zoo.Classifier(), zoo.loader(), [], recording(), ckpt_path=path, max_epochs=2).global_step == 12
@@ -191,6 +192,7 @@ def test_fit_again():
     assert known == [True, False, True]
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_model_that_is_gone():
     """Lightning has the callback hold the last one."""
     watch = monitor()

@@ -27,6 +27,7 @@ def slices_in(path):
     return state_in(path)["slices"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantities", ["standard", "full"])
 def test_every_number_is_that_of_the_uninterrupted_run(tmp_path, quantities):
     whole = watching(quantities=quantities)

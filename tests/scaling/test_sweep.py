@@ -473,6 +473,7 @@ def commands(page):
         yield words
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "sweeps.md").read_text()
     first, factory, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

@@ -89,6 +89,7 @@ class Threaded(Noisy):
         return self(*batch) * torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_as_many_threads_as_here():
     """On a worker that has fewer or more of its own, which it keeps for others."""
     cpus = len(os.sched_getaffinity(0))

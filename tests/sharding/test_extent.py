@@ -270,6 +270,7 @@ def results_of(launch, job):
     return results
 
 
+@pytest.mark.slow
 def test_boxes_are_where_the_parts_of_tensors_are(launch):
     """Compared in the processes with what each has; here the parts are all, and none is in two."""
     results = results_of(launch, "tensors")

@@ -222,6 +222,7 @@ def results(tmp_path_factory):
     return on_processes(process, tmp_path_factory.mktemp("gloo"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_are_those_of_the_whole_weights(results, way):
     """The two processes' parts lie end to end; that each holds what its part says was checked in them."""

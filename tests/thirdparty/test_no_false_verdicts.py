@@ -56,6 +56,7 @@ def test_graph_networks(layer):
     assert verdicts(ran) == []
 
 
+@pytest.mark.slow
 def test_a_frozen_target(tmp_path):
     views = torch.utils.data.TensorDataset(torch.randn(4 * STEPS, 3, 8, 8), torch.randn(4 * STEPS, 3, 8, 8))
     ran = fit(Byol(True), torch.utils.data.DataLoader(views, batch_size=4), tmp_path)
@@ -65,6 +66,7 @@ def test_a_frozen_target(tmp_path):
     assert all(state.state == "healthy" for name, state in states.items() if "target" not in name)
 
 
+@pytest.mark.slow
 def test_lightnings_autoencoder(tmp_path):
     images = torch.utils.data.TensorDataset(torch.rand(8 * STEPS, 1, 28, 28), torch.zeros(8 * STEPS))
     ran = fit(LitAutoEncoder(), torch.utils.data.DataLoader(images, batch_size=8), tmp_path)

@@ -17,6 +17,7 @@ def built(kind, size):
     return of_timm(timm, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["tiny", "small"])
 @pytest.mark.parametrize("kind", ["like timm", "timm"])
 def test_roles_and_features(kind, size):

@@ -38,6 +38,7 @@ def bits(model, batch, optimizer):
     return {name: value.clone() for name, value in found.items()}
 
 
+@pytest.mark.slow
 def test_nothing_is_changed():
     model, batch, optimizer = parts()
     before, groups, python = bits(model, batch, optimizer), copy.deepcopy(optimizer.param_groups), random.getstate()

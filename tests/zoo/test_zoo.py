@@ -32,6 +32,7 @@ def test_training_is_the_same_bit_for_bit(visited):
     assert moved, "five steps without any movement compare nothing"
 
 
+@pytest.mark.few(1)
 def test_nothing_is_said(visited):
     assert visited.said == []
 
@@ -60,6 +61,7 @@ def test_every_value_is_there_or_has_a_reason(visited):
                 assert not math.isinf(value), f"{key}/{info.name}"
 
 
+@pytest.mark.few(1)
 def test_norms_are_those_of_a_singular_value_decomposition(visited):
     last, wrong = visited.measurements[-1], []
     for layer in visited.anatomy.layers:
