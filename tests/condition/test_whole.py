@@ -446,6 +446,7 @@ def test_momentum_that_lasts_too_long_is_said_at_once(momentum, wrong):
     assert set(found) == ({"momentum"} if wrong else set())
     if momentum == 0.999:
         assert "averages gradients over about 1000 steps" in found["momentum"].sentence
+        assert "if the learning rate was chosen with 0.999, multiply it by about 100 too" in found["momentum"].sentence
         assert (found["momentum"].remedy.action, found["momentum"].remedy.value) == ("set_momentum", 0.9)
         assert (found["momentum"].quantity, found["momentum"].band) == ("", (0.0, math.inf)), "yes or no is no number"
         assert math.isnan(found["momentum"].value)

@@ -12,7 +12,7 @@ from spectral_monitor import LayerInfo, Measurement
 from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.content.headline import announcement, brief, headline, headlines, lifted_line
 from spectral_monitor.reporting.content.tally import disturbed, off, root_keys, tally
-from spectral_monitor.reporting.text.table import measurement_table
+from spectral_monitor.reporting.text.table import measurement_rows, measurement_table
 from tests.reporting import gpt
 from tests.reporting.gpt import FOLLOWERS, MATRICES, ROOTS, measured, of_network, root
 
@@ -159,3 +159,9 @@ def test_verdicts_that_no_longer_hold():
     assert not lifted_line([], run[-1])
     assert f"no longer: {cause}" in measurement_table(run[-1], earlier=run)
     assert "no longer" not in measurement_table(run[-1])
+
+
+@pytest.mark.parametrize(("steps", "title"), [(0, "step 16: "), (16, "step 16: "), (600, "step 16 of 600: ")])
+def test_the_title_gives_the_steps_that_were_not_measured(steps, title):
+    table = measurement_rows(replace(measured(), step=16), steps=steps)
+    assert table.title.startswith(f"spectral monitor, {title}")

@@ -31,6 +31,7 @@ FASTEST = 0.1
 """Largest relative update that the advice to raise learning rates may give the fastest layer."""
 MOST, MOST_UNEVEN = 100.0, 10.0
 """Largest factor in such advice: under Adam, and under optimizers whose updates grow with the gradients."""
+USUAL_MOMENTUM = 0.9
 LARGE = 2.0
 """Weights that began this many times above the largest usual gain explain small steps."""
 MOSTLY_CLIPPED = 1 / 2
@@ -220,13 +221,16 @@ def _eps(finding: Finding, network: Network, history: History) -> Explanation:
 
 
 def _momentum(finding: Finding, network: Network, history: History) -> Explanation:
-    momentum = max(row.settings.momentum for row in network.peers)
-    return Explanation(
-        "momentum",
-        f"momentum {momentum:g} averages gradients over about {short(1 / (1 - momentum))} steps, so most of them are "
-        "out of date: use 0.9",
-        Remedy("set_momentum", (), 0.9),
+    settings = max((row.settings for row in network.peers), key=lambda settings: settings.momentum)
+    momentum, span = settings.momentum, 1 / (1 - settings.momentum)
+    sentence = (
+        f"momentum {momentum:g} averages gradients over about {short(span)} steps, so most of them are out of date: "
+        f"use {USUAL_MOMENTUM:g}"
     )
+    if settings.sums_gradients:
+        factor = span * (1 - USUAL_MOMENTUM)
+        sentence += f"; if the learning rate was chosen with {momentum:g}, multiply it by about {short(factor)} too"
+    return Explanation("momentum", sentence, Remedy("set_momentum", (), USUAL_MOMENTUM))
 
 
 def _ntk(finding: Finding, network: Network, history: History) -> Explanation:

@@ -58,6 +58,11 @@ class Hyperparameters:
         """True if the learning rate only sets the first step, as in Rprop and LBFGS."""
         return any(name in self.optimizer.lower() for name in ("rprop", "lbfgs"))
 
+    @property
+    def sums_gradients(self) -> bool:
+        """True if momentum adds gradients up, so that steps grow with it; Adam's averages them."""
+        return self.family == "sgd" or "rmsprop" in self.optimizer.lower()
+
     def to_row(self) -> dict[str, Any]:
         """Return a plain dict."""
         return asdict(self)

@@ -38,7 +38,9 @@ def measurement_table(
     return measurement_rows(measurement, folded, earlier).plain(width)
 
 
-def measurement_rows(measurement: Measurement, folded: bool = True, earlier: Iterable[Measurement] = ()) -> Table:
+def measurement_rows(
+    measurement: Measurement, folded: bool = True, earlier: Iterable[Measurement] = (), steps: int = 0
+) -> Table:
     """Return a table with a row for each matrix: roots first, each with the layers that follow from it, then others.
 
     Biases and gains are measured too, but have a row only if they have a verdict.
@@ -47,6 +49,7 @@ def measurement_rows(measurement: Measurement, folded: bool = True, earlier: Ite
         folded: whether layers that follow from a root share a row. In a network of many layers, so do healthy layers
             close to typical, and layers that were not judged for the same reason.
         earlier: measurements of the run; a line names their verdicts that no longer hold.
+        steps: of the run; the title gives their number if later ones were not measured.
     """
     ratios, band, infos = vs_typical(measurement), limits(measurement), measurement.layers
     layer_rows = rows(measurement, ratios, folded)
@@ -74,7 +77,8 @@ def measurement_rows(measurement: Measurement, folded: bool = True, earlier: Ite
     if any(row.remark for row in layer_rows):
         columns.append(text_column("what", [_remark(row, shown) for row in layer_rows]))
     lines = headlines(measurement)
-    title = f"spectral monitor, step {measurement.step}: {lines[0]}"
+    of_steps = f" of {steps}" if steps > measurement.step else ""
+    title = f"spectral monitor, step {measurement.step}{of_steps}: {lines[0]}"
     state, states = tally(measurement).state, tuple(row.state for row in layer_rows)
     lifted = lifted_line(earlier, measurement)
     notes = (*lines[1:], *(f"{NOTE}{printable(line)}" for line in root_lines(measurement)), *filter(None, (lifted,)))
