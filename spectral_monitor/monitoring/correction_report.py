@@ -86,7 +86,7 @@ class CorrectionReport:
             return ""
         self._unknown_losses = -1
         reason = measurement.why("edge", SUMMARY)
-        return f"steps that are too long cannot be noticed: {reason}; learning rates are corrected nevertheless"
+        return f"learning rates are corrected, but steps that are too long cannot be noticed: {reason}"
 
     def _length(self, measurement: Measurement) -> str:
         """Return a line on a notable change of the length of steps since the last one; else nothing."""

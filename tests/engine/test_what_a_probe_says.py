@@ -242,7 +242,7 @@ def test_a_correction_says_what_it_decides_and_that_it_sees_no_loss(capsys):
     assert said.startswith("spectral monitor: the constant learning rate (0.01) counts as size")
     assert said.count("steps that are too long cannot be noticed: ") == 1
     assert "probe.report_loss(loss, again=...)" in said
-    assert "; learning rates are corrected nevertheless" in said
+    assert "learning rates are corrected, but steps that are too long" in said
 
 
 def test_where_it_sees_the_loss_it_does_not_say_so(capsys):

@@ -25,8 +25,8 @@ from spectral_monitor.sharding import ProcessGroup
 from spectral_monitor.state.rng import AutocastState
 
 NOT_WHOLE = (
-    "the loss after the step is not known: no module that is run again returns it (in a loop of your own, pass a "
-    "function that computes it to probe.report_loss(loss, again=...))"
+    "the loss after the step is not known, because the model does not return it; in a loop of your own, "
+    "probe.report_loss(loss, again=...) takes a function that computes it"
 )
 IN_PARTS = (
     "weights are sharded over processes, and a model that is compiled or in half precision would also have to be run "
