@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spectral_monitor.condition.optimizers.hyperparameters import limited_decay
 from spectral_monitor.correction.peak_rates import NAMES
 
 _OWN = frozenset({"params", "lr", "name", "param_names", "parameter_names", *NAMES, "min_lr"})
@@ -72,6 +73,9 @@ def param_groups_code(
                 members.setdefault(rates.get(parameter, float(group["lr"])), []).append(name_of.get(parameter, "?"))
             for rate, parameter_names in members.items():
                 options = {"params": parameter_names, "lr": float(f"{rate:.4g}"), **own}
+                if isinstance(optimizer, torch.optim.SGD) and group["weight_decay"] > 0:
+                    decay = limited_decay(group["weight_decay"], rate, group["momentum"])
+                    options |= {} if decay == group["weight_decay"] else {"weight_decay": float(f"{decay:.4g}")}
                 cells = ", ".join(f'"{key}": {_code(value)}' for key, value in options.items())
                 lines.append(f"    {{{cells}}},")
         lines += [

@@ -270,6 +270,7 @@ class Supervisor:
         values, summary = dict(measurement.values), dict(measurement.summary)
         if self._corrector is not None and self._corrector.correction.of_peak:
             summary.pop("edge", None)
+            settings = {name: own.with_limited_decay(self.multipliers.get(name, 1.0)) for name, own in settings.items()}
         if key in values:
             factors = torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers], device="cpu")
             values[key] = values[key] / factors

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.optimizers.hyperparameters import decay_of_sgd
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.measurement import Measurement
@@ -100,8 +101,9 @@ def _decay_of_step(row: Row) -> float:
     settings = row.settings
     if not settings.decoupled and settings.family != "sgd":
         return math.nan
-    taken = settings.weight_decay * _rate(row)
-    return taken if settings.decoupled else taken / max(1 - settings.momentum, 1e-3)
+    if settings.decoupled:
+        return settings.weight_decay * _rate(row)
+    return decay_of_sgd(settings.weight_decay, _rate(row), settings.momentum)
 
 
 def _rate(row: Row) -> float:

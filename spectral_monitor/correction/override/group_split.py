@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from spectral_monitor.condition.optimizers.hyperparameters import limited_decay
+from spectral_monitor.condition.optimizers.plans import number
+
 Group = dict[str, Any]
 
 _DECOUPLED = {"AdamW": "weight_decay", "Adafactor": "weight_decay", "Muon": "weight_decay", "ASGD": "lambd"}
@@ -99,14 +102,17 @@ class GroupPart:
         written_keys: the options whose values it has changed.
     """
 
-    def __init__(self, group: Group, indices: Sequence[int], multiplier: float, decay: str, watched: bool) -> None:
+    def __init__(
+        self, group: Group, indices: Sequence[int], multiplier: float, decay: tuple[str, float], watched: bool
+    ) -> None:
+        """``decay``: the option that is a decay, and what it is divided by."""
         self.group = group
         self.multiplier = multiplier
         self.options: Group = AccessTrackingDict() if watched else {}
         self.final_options: Group = {}
         self.written_keys: list[str] = []
         self._indices = indices
-        self._decay = decay
+        self._decay, self._decay_divisor = decay
         self._group_values: Group = {}  # as of the last :meth:`fill`
         self._part_values: Group = {}  # the options made of them
         self._versions: dict[str, tuple[int | None, int | None]] = {}  # of both values
@@ -122,7 +128,7 @@ class GroupPart:
             elif key == "lr":
                 option = value * self.multiplier
             elif key == self._decay:
-                option = value / self.multiplier
+                option = value / self._decay_divisor
             elif isinstance(value, Tensor) and value.numel() == 1:
                 option = value.clone()
             self._group_values[key] = value
@@ -147,7 +153,7 @@ class GroupPart:
         return value is self._part_values.get(key) and _version(value) != self._versions[key][1]
 
     def is_scaled(self, key: str) -> bool:
-        """Return whether an option is the group's, multiplied or divided by the multiplier."""
+        """Return whether an option is the group's, multiplied or divided by a number."""
         return key in ("lr", self._decay)
 
     def unscaled(self, key: str) -> Any:
@@ -155,7 +161,7 @@ class GroupPart:
         value = self.final_options[key]
         if key == "lr":
             return value / self.multiplier
-        return value * self.multiplier if key == self._decay else value
+        return value * self._decay_divisor if key == self._decay else value
 
 
 class Expansion:
@@ -164,7 +170,8 @@ class Expansion:
     Args:
         owners: the optimizer, and those it works through.
         group_factor: returns a further factor on the learning rates of a group's parameters that have a multiplier.
-        keeps_decay: whether a decay apart from the gradient keeps its strength; else it goes with the learning rate.
+        keeps_decay: whether a decay apart from the gradient keeps its strength; else it goes with the learning rate,
+            under SGD up to a limit.
     """
 
     def __init__(self, owners: Sequence[Optimizer], group_factor: Callable[[Group], float], keeps_decay: bool) -> None:
@@ -203,10 +210,19 @@ class Expansion:
         """
         key = (id(group), multiplier, indices)
         if key not in self._known_parts:
-            decay = decay_option(group, self._owners) if self._keeps_decay else ""
+            decay = "weight_decay", self._limit(group, multiplier)
+            if self._keeps_decay:
+                decay = decay_option(group, self._owners), multiplier
             self._known_parts[key] = GroupPart(group, indices, multiplier, decay, self._watched)
         self._known_parts[key].fill()
         return self._known_parts[key]
+
+    def _limit(self, group: Group, multiplier: float) -> float:
+        """Return what SGD's decay is divided by, so that it is a :func:`limited_decay`; 1 for other optimizers."""
+        decay = number(group.get("weight_decay"), 0.0)
+        if not decay > 0 or not any(isinstance(owner, torch.optim.SGD) for owner in self._owners):
+            return 1.0
+        return decay / limited_decay(decay, number(group["lr"], 0.0) * multiplier, number(group.get("momentum"), 0.0))
 
     def close(self, *, keep: bool) -> None:
         """Restore the original groups, the same objects in the same lists; groups that were added meanwhile stay.
