@@ -30,8 +30,8 @@ class ZeroStartGate:
     """Holds back findings while layers grow from zero.
 
     A readout that began at zero passes no gradient down at the first step and little at the next ones. The same holds
-    for any other matrix, or gain of a residual branch, that began at zero. A shift holds back nothing: the layers around
-    it get gradients while it is still zero.
+    for any other matrix, or gain of a residual branch, that began at zero. A shift holds back nothing: the layers
+    around it get gradients while it is still zero.
 
     Attributes:
         reason: why layers are not compared at the latest measurement; empty if they are.
