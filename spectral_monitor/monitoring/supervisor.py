@@ -25,8 +25,7 @@ from spectral_monitor.layers import compiled_modules
 from spectral_monitor.layers.inspect_model import LEFT_OUT
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.monitoring.adapted_measurement import adapt
-from spectral_monitor.monitoring.correction_report import CorrectionReport, limits_reached
+from spectral_monitor.monitoring.correction_report import CorrectionReport, adapt, limits_reached
 from spectral_monitor.monitoring.settings import Mode
 from spectral_monitor.monitoring.unoptimized import other_parameters, unregistered
 from spectral_monitor.parametrization.init import looks_drawn, rescale, starting_norm
@@ -264,7 +263,7 @@ class Supervisor:
         """Return the verdicts on a measurement.
 
         Where a correction changes the size of updates, they are compared as
-        :func:`~spectral_monitor.monitoring.adapted_measurement.adapt` returns them.
+        :func:`~spectral_monitor.monitoring.correction_report.adapt` returns them.
         """
         expected, key = self._expected, "update_natural"
         self.settings = settings = self._hyperparameters()
