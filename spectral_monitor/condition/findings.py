@@ -37,7 +37,8 @@ ROUNDING = 0.25
 NO_STEP = "no optimizer made a step"
 COMPILED_STEP = "the optimizer's step is compiled, so updates cannot be seen"
 DIVIDED = "several optimizers update the parameters it is computed from"
-"""Reasons why no update was measured."""
+ON_TRIAL = "its learning rate is not found yet, and its steps are small trials"
+"""Reasons why no update was measured, or why it is not judged under a correction."""
 AT_ONCE = 1.0 + 1e-9
 """Scale of a finding that is evidence enough as soon as it is outside its band."""
 SMALLEST = 5e-324

@@ -37,6 +37,8 @@ CUT_OFF = frozenset({"dead_input", "dead_above"})
 """Causes of layers that get no gradient because another layer blocks it."""
 AS_ONE = BEGINNING | {"vanishing", "exploding"}
 """Causes that many layers share if one thing is wrong with the network."""
+MAX_DEAD_SHARE = 0.25
+"""If at most this part of the layers gets no gradient, that does not explain why steps of the others are small."""
 MIN_LAYERS_AS_ONE = 3
 """From this number of layers on, one cause of :data:`AS_ONE` makes a single root."""
 
@@ -79,12 +81,16 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     first = min(map(rank, counts))
     groups: dict[object, list[Case]] = defaultdict(list)
     followers: list[Case] = []
+    few_dead = sum(counts[code] for code in DEAD | CUT_OFF) <= MAX_DEAD_SHARE * len(network.rows)
+    is_of_dead = first in (rank("dead"), rank("dead_input"))
     for case in best.values():
         code = case.explanation.code
+        is_beside_dead = code == "rates_too_small" and is_of_dead and few_dead
         after_cause = first == 1 and code == "diverged"  # the cause must be corrected first
         if after_cause:
             case = replace(case, explanation=_after_the_cause(case.explanation))
-        if after_cause or rank(code) == first or (first == 0 and code in BEGINNING - {"rounding"}):
+        is_beside_setting = first == 0 and code in BEGINNING - {"rounding"}
+        if after_cause or rank(code) == first or is_beside_setting or is_beside_dead:
             groups[_group(case, network, shared)].append(case)
         else:
             followers.append(case)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
-from spectral_monitor.measurement import LOST, NOT_CALLED, UNFIT, UNUSED, LayerInfo, Measurement
+from spectral_monitor.measurement import LOST, NOT_CALLED, PASSED_OVER, UNFIT, UNUSED, LayerInfo, Measurement
 
 READ = frozenset(
     {"weight_natural", "weight_fro", "update_natural", "update_norm", "update_fro", "update_ratio"}
@@ -25,7 +25,7 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
     """Return the quantities of :data:`READ` in a measurement, without NaN, and four columns of flags.
 
     - ``lost``, for layers with a contribution: 1 if it is 0 although a gradient arrives, else 0.
-    - ``unused``, for layers with outputs: 1 if outputs were computed but no gradient came back, else 0.
+    - ``unused``, for layers with outputs, kept or not: 1 if outputs were computed but no gradient came back, else 0.
     - ``unseen``: the same as ``unused``, for layers whose calls cannot be seen, such as recurrent ones.
     - ``scaled``: 1 for layers whose outputs are not the product of weights and inputs.
     """
@@ -40,11 +40,12 @@ def columns(measurement: Measurement) -> dict[str, dict[str, float]]:
     if "feature_rms" in table:
         table["scaled"] = {name: 1.0 for name in names if measurement.why("feature_rms", name) == UNFIT}
         unused = {name: float(measurement.why("update_natural", name) == UNUSED) for name in names}
-        table["unused"] = {name: unused[name] for name in table["feature_rms"]}
+        passed_over = [name for name in names if measurement.why("feature_rms", name) == PASSED_OVER]
+        table["unused"] = {name: unused[name] for name in (*table["feature_rms"], *passed_over)}
         table["unseen"] = {
             name: unused[name] * (measurement.why("feature_rms", name) != NOT_CALLED)
             for name in names
-            if name not in table["feature_rms"]
+            if name not in table["unused"]
         }
     return table
 

@@ -66,7 +66,7 @@ def _why_not_judged(judged: JudgedMeasurement, row: Row | None) -> str:
     if row.settings.frozen:
         return "frozen"
     if judged.gate.reason and row.dense:
-        return f"waits until {', '.join(judged.gate.growing)} has grown from zero"
+        return f"waits until {judged.gate.awaited}"
     theory = judged.condition.reference == "theory"
     needed = ("weight_natural",) if theory else ("update_natural", "update_ratio", "update_fro")
     if all(math.isnan(row.get(key)) for key in needed):

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from spectral_monitor.condition.causes import History, huge_at_start
-from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, NOT_ZERO, Finding
+from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, NOT_ZERO, ON_TRIAL, Finding
 from spectral_monitor.condition.network import GAINS, MIN_SPREAD, Network
 from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.optimizers.plans import FADED
@@ -262,7 +262,7 @@ def _movement(measurement: Measurement, network: Network) -> Finding | None:
         return None
     matrices, vectors = _largest_update(network.rows, keys), _largest_update(network.vectors.values(), keys)
     reasons = {measurement.why(keys[0], row.name) for row in network.rows}
-    if reasons <= {COMPILED_STEP, DIVIDED}:
+    if reasons <= {COMPILED_STEP, DIVIDED} or ON_TRIAL in reasons:
         return None
     no_step = f"{NO_STEP} that could be seen" if reasons == {NO_STEP} else ""
     cannot_move = why_still(network)

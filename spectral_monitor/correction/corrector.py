@@ -18,7 +18,7 @@ from spectral_monitor.condition.optimizers.hyperparameters import (
     rectification,
 )
 from spectral_monitor.correction.logit_clip import LogitClip
-from spectral_monitor.correction.multiplier import Change, Multiplier
+from spectral_monitor.correction.multiplier import Change, Multiplier, trials
 from spectral_monitor.correction.override.lr_override import INSTEAD, LRMultiplierOverride
 from spectral_monitor.correction.param_groups_code import param_groups_code
 from spectral_monitor.correction.peak_rates import Peaks, share_of
@@ -166,6 +166,13 @@ class Corrector:
     def multipliers(self) -> dict[str, float]:
         """Layer -> factor on the optimizer's learning rate."""
         return {self._layers[i].info.name: value for i, value in self.by_layer().items()}
+
+    @property
+    def on_trial(self) -> frozenset[str]:
+        """Layers whose latest steps were small trials, so that the size of these steps tells nothing about them."""
+        began = [self.wanted.begins_with_trial(leader) for leader in self._leaders]
+        pairs = zip(self._units, trials(self._multipliers, began), strict=True)
+        return frozenset(self._layers[i].info.name for unit, is_trial in pairs if is_trial for i in unit.members)
 
     @property
     def expected(self) -> dict[str, float]:

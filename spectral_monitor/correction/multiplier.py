@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from spectral_monitor.correction.smoothing import Tracker
+from spectral_monitor.fitting.medians import geometric_median
 
 
 @dataclass
@@ -47,6 +49,18 @@ class Multiplier:
         """Return a multiplier that goes on from :meth:`state`."""
         rate, lowest, since, *size = state
         return cls(rate, lowest, since, Tracker(*size), limited)
+
+
+def trials(multipliers: Sequence[Multiplier], began: Sequence[bool]) -> list[bool]:
+    """Return for each multiplier whether it is still a trial; ``began``: whether its first value was one.
+
+    A trial ends when the multiplier is found, or is as high as those that are: smaller steps are then the layer's own.
+    """
+    typical_rate = geometric_median(multiplier.rate for multiplier in multipliers if multiplier.is_known)
+    return [
+        is_trial and not (multiplier.is_known or multiplier.limited or multiplier.rate >= typical_rate)
+        for multiplier, is_trial in zip(multipliers, began, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -157,11 +157,9 @@ class WantedUpdates:
 
     def first_multiplier(self, layer: Layer) -> float:
         """Return the multiplier of the first step, when only the kind of optimizer is known."""
-        policy = self._correction.policy
-        untouched = {"balance": True, "reference": not layer.info.is_dense, "fsc": not shows_contribution(layer)}
-        if untouched.get(policy):
+        if self._is_untouched(layer):
             return 1.0
-        if policy == "fsc" or self.follows_gradients(layer):
+        if self.begins_with_trial(layer):
             peak = self.settings[layer.info.name].peak
             return min(peak, TRIAL_RATE) if self._correction.of_peak and peak > 0 else TRIAL
         wanted = self._per_rate(layer, 1)
@@ -169,6 +167,16 @@ class WantedUpdates:
             # A full step would overwrite a table that was loaded or drawn small, which is not known yet.
             wanted *= share(layer, 0.0, trained=True)
         return wanted / explained(layer, self.family(layer))[1]
+
+    def begins_with_trial(self, layer: Layer) -> bool:
+        """Return whether the first steps of a layer are small trials, because its settings tell nothing about them."""
+        follows = self._correction.policy == "fsc" or self.follows_gradients(layer)
+        return follows and not self._is_untouched(layer)
+
+    def _is_untouched(self, layer: Layer) -> bool:
+        """Return whether the first step of a layer has the learning rate that is set."""
+        untouched = {"balance": True, "reference": not layer.info.is_dense, "fsc": not shows_contribution(layer)}
+        return untouched.get(self._correction.policy, False)
 
     def share(self, layer: Layer) -> float:
         """Return the wanted size of a layer's update over that of an operator that began with natural norm 1."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from spectral_monitor.capture.hooks.optimizer import OptimizerCapture
-from spectral_monitor.capture.hooks.recording import WHY_HIDDEN
+from spectral_monitor.capture.hooks.recording import DROPPED, WHY_HIDDEN
 from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
@@ -26,7 +26,9 @@ def observe(forward: WatchedForward, watch: FeatureWatch, facts: StepContext, pr
     input_hashes = row_hashes({i: calls for layer in hashed for i, calls in features.inputs(layer).items()})
     for i in range(layers):
         recorded = features.calls.get(i, ())
-        observation = LayerObservation(i in facts.stepped, i in facts.unused, bool(recorded), features.hidden.get(i, 0))
+        passed_over = i in features.passed_over and not recorded
+        why_hidden = features.hidden.get(i, DROPPED if passed_over else 0)
+        observation = LayerObservation(i in facts.stepped, i in facts.unused, bool(recorded), why_hidden)
         forward.layers[i] = observation
         if recorded:
             inputs = [x for call in recorded if (x := call.input()) is not None]
@@ -54,7 +56,9 @@ def settle_facts(facts: StepContext, reports: RankReports, step_inputs: StepInpu
     facts.loss_parts, facts.loss_fault = step_inputs.loss_parts, step_inputs.loss_fault
     facts.closures = int(max(step.closures for step in reports.steps))
     facts.called = reports.anywhere("called")
-    facts.hidden = {i: WHY_HIDDEN[int(max(codes))] for i, codes in enumerate(reports.layers("hidden")) if max(codes)}
+    codes = {i: int(max(row)) for i, row in enumerate(reports.layers("hidden"))}
+    seen_elsewhere = {i for i, code in codes.items() if code == DROPPED and i in facts.called}
+    facts.hidden = {i: WHY_HIDDEN[code] for i, code in codes.items() if code and i not in seen_elsewhere}
     facts.with_inputs = reports.wherever_called("has_inputs")
     facts.with_outputs = reports.wherever_called("has_outputs")
     facts.with_gradients = reports.wherever_called("has_gradients")

@@ -25,7 +25,7 @@ from spectral_monitor.layers import compiled_modules
 from spectral_monitor.layers.inspect_model import LEFT_OUT
 from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
-from spectral_monitor.monitoring.correction_report import CorrectionReport, limits_reached
+from spectral_monitor.monitoring.correction_report import CorrectionReport, adapt, limits_reached
 from spectral_monitor.monitoring.settings import Mode
 from spectral_monitor.monitoring.unoptimized import other_parameters, unregistered
 from spectral_monitor.parametrization.init import looks_drawn, rescale, starting_norm
@@ -262,20 +262,20 @@ class Supervisor:
     def _verdicts(self, measurement: Measurement) -> tuple[Verdict, ...]:
         """Return the verdicts on a measurement.
 
-        Where a correction enlarges updates on purpose, that factor is divided out before they are compared. Steps that
-        are too long are left to the correction.
+        Where a correction changes the size of updates, they are compared as
+        :func:`~spectral_monitor.monitoring.correction_report.adapt` returns them.
         """
         expected, key = self._expected, "update_natural"
         self.settings = settings = self._hyperparameters()
-        values, summary = dict(measurement.values), dict(measurement.summary)
-        if self._corrector is not None and self._corrector.correction.of_peak:
-            summary.pop("edge", None)
-            settings = {name: own.with_limited_decay(self.multipliers.get(name, 1.0)) for name, own in settings.items()}
-        if key in values:
-            factors = torch.tensor([expected.get(info.name, 1.0) for info in measurement.layers], device="cpu")
-            values[key] = values[key] / factors
+        adapted = measurement
+        if self._corrector is not None:
+            of_peak = self._corrector.correction.of_peak
+            adapted = adapt(measurement, expected, self._corrector.on_trial, of_peak)
+            if of_peak:
+                factors = self.multipliers
+                settings = {name: own.with_limited_decay(factors.get(name, 1.0)) for name, own in settings.items()}
         forgotten = self._forgotten.names(self._engine.optimizers.optimizers)
-        verdicts = self._judge.judge(replace(measurement, values=values, summary=summary), settings, forgotten)
+        verdicts = self._judge.judge(adapted, settings, forgotten)
         return tuple(
             replace(verdict, value=verdict.value * share, band=(verdict.band[0] * share, verdict.band[1] * share))
             if (share := expected.get(verdict.layer, 1.0)) != 1.0 and verdict.quantity == key

@@ -88,6 +88,7 @@ class FeatureCapture(CallRecorder):
         self.roots: list[RootCall] = []
         self.forward_open = True
         self.settled: set[int] = set()
+        self.passed_over: set[int] = set()
         self.looked: Replayable | None = None
         self.looked_at, self.began_at_loss = 0, False
         self.weights: WeightVersions = {}
@@ -217,6 +218,8 @@ class FeatureCapture(CallRecorder):
             i: [call for call in calls if i in self.settled or id(call.root) in waiting]
             for i, calls in self.calls.items()
         }
+        reached_layers = {i for i, calls in self.calls.items() if any(call.b is not None for call in calls)}
+        self.passed_over |= {i for i, calls in kept.items() if not calls} - reached_layers
         self.calls = {i: calls for i, calls in kept.items() if calls}
         self.order = [i for i in self.order if i in self.calls]
         self.roots = [root for root in self.roots if self.settled or id(root) in waiting]

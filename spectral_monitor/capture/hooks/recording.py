@@ -31,18 +31,19 @@ from spectral_monitor.capture.row_sampling import (
 )
 from spectral_monitor.functional.vector_norms import whole_length
 from spectral_monitor.layers import Layer
-from spectral_monitor.measurement import NODE, UNFIT
+from spectral_monitor.measurement import NODE, PASSED_OVER, UNFIT
 from spectral_monitor.state.dtensor import local_part
 
 Foresight = Callable[[Any], BatchSlice | None]
 """A call that begins -> the samples that will be rerun, if it is known that they are enough; else ``None``."""
 
-TRANSFORMED, NOT_A_PRODUCT, BORROWED, NESTED = 1, 2, 3, 4
+TRANSFORMED, NOT_A_PRODUCT, BORROWED, NESTED, DROPPED = 1, 2, 3, 4, 5
 WHY_HIDDEN = {
     TRANSFORMED: "called inside a torch.func transform, where its features cannot be seen",
     NOT_A_PRODUCT: UNFIT,
     BORROWED: "called with parameters other than its own, as by torch.func.functional_call",
     NESTED: "its outputs are a sparse or nested tensor, whose rows cannot be sampled",
+    DROPPED: PASSED_OVER,
 }
 """Why features of a layer's calls cannot be recorded, by the number that processes send each other."""
 

@@ -138,7 +138,7 @@ def _heavy(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain by weights that began too large or too small."""
     factor = network.initial_gain(row)
     large = factor > HEAVY
-    if not (large or 0 < factor < 1 / HEAVY) or not network.as_drawn(row):
+    if not (large or 0 < factor < 1 / HEAVY) or not network.as_drawn(row) or row.name in network.from_zero:
         return None
     if finding.check == "reference" and large == (finding.ratio > 1):
         return None  # under most optimizers heavy weights get small updates, not large ones

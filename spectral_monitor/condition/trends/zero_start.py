@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.measurement import ZERO, Measurement
+from spectral_monitor.messages import joined
 
 GRACE = 12
 """Measurements that growth from zero may take; it must not hide a fault for long."""
@@ -20,13 +22,16 @@ larger than this.
 """
 COMPARING = frozenset({"reference", "weights", "dead", "rates_too_small", "eps", "nothing_trains"})
 """Checks that mean nothing while a matrix next to zero holds gradients back."""
+MAX_NAMES = 2
+"""Largest number of growing layers that a reason names."""
 
 
 class ZeroStartGate:
     """Holds back findings while layers grow from zero.
 
     A readout that began at zero passes no gradient down at the first step and little at the next ones. The same holds
-    for any other matrix, or gain of a residual branch, that began at zero.
+    for any other matrix, or gain of a residual branch, that began at zero. A shift holds back nothing: the layers
+    around it get gradients while it is still zero.
 
     Attributes:
         reason: why layers are not compared at the latest measurement; empty if they are.
@@ -41,9 +46,10 @@ class ZeroStartGate:
         self._looked = 0  # number of measurements with a learning rate above 0
 
     @property
-    def growing(self) -> tuple[str, ...]:
-        """The layers that others wait for."""
-        return tuple(self._growing)
+    def awaited(self) -> str:
+        """The layers that others wait for, in words: their names, if they are few, and what they have done then."""
+        verb = "has" if len(self._growing) == 1 else "have"
+        return f"{joined(list(self._growing), MAX_NAMES)} {verb} grown from zero"
 
     def look(self, measurement: Measurement, network: Network) -> None:
         """Find the layers that begin at zero, and those that have grown, at the next measurement."""
@@ -60,11 +66,13 @@ class ZeroStartGate:
             row = network.parameter(name)
             grown = row is not None and _has_grown(row)
             stuck = row is None or not max(row.get("update_natural"), row.get("weight_natural")) > 0
-            if count < (STUCK if stuck else GRACE) and not grown:
+            is_shift = row is not None and _is_shift(measurement, network, row)
+            if count < (STUCK if stuck else GRACE) and not grown and not is_shift:
                 growing[name] = count + 1
         self._growing = growing
         self._open = {name for name, count in growing.items() if count > STUCK and name in network.vectors}
-        self.reason = f"{', '.join(growing)} began at zero and is still growing" if growing else ""
+        verb = "is" if len(growing) == 1 else "are"
+        self.reason = f"{joined(list(growing), MAX_NAMES)} began at zero and {verb} still growing" if growing else ""
 
     def waits(self, finding: Finding) -> bool:
         """Return whether a finding does not count yet.
@@ -98,6 +106,47 @@ def _gates(network: Network) -> list[Row]:
     if not any(row.get("contribution") == 0 and row.lr > 0 for row in network.peers):
         return []
     return [row for name, row in network.vectors.items() if not name.endswith("bias")]
+
+
+def _is_shift(measurement: Measurement, network: Network, row: Row) -> bool:
+    """Return whether a parameter only shifts features, so that it holds back no gradient.
+
+    A factor that is exactly zero leaves the matrices that it multiplies without a gradient. So the gradients of the
+    matrices in the smallest module around it are looked at in a step that began with zero. The gain and the shift of a
+    norm are recognized by their place: they are the only parameters of their module, and the gain is not zero.
+    """
+    if row.dense:
+        return False
+    return _is_shift_of_norm(network, row) or _lets_gradients_through(measurement, network, row)
+
+
+def _is_shift_of_norm(network: Network, row: Row) -> bool:
+    module, entries = row.name.rpartition(".")[0], math.prod(row.info.shape)
+    parameters = (*network.rows, *network.vectors.values())
+    others = [other for other in _within(module, parameters) if other is not row]
+    return (
+        entries > 1
+        and [other.info.shape for other in others] == [row.info.shape]
+        and others[0].get("weight_natural") > GROWN
+    )
+
+
+def _lets_gradients_through(measurement: Measurement, network: Network, row: Row) -> bool:
+    is_zero = "update_ratio" in measurement.values and measurement.why("update_ratio", row.name) == ZERO
+    if not is_zero or "contribution" not in measurement.values:
+        return False
+    trained = [other for other in network.rows if other.dense and other.is_trained]
+    trained = [other for other in trained if not math.isnan(other.get("contribution"))]
+    module, around = row.name, list[Row]()
+    while module and not around:
+        module = module.rpartition(".")[0]
+        around = _within(module, trained)
+    return bool(around) and all(other.has_gradient for other in around)
+
+
+def _within(module: str, rows: Iterable[Row]) -> list[Row]:
+    """Return the layers of a module, which is the whole model if its name is empty."""
+    return [row for row in rows if not module or row.name == module or row.name.startswith(f"{module}.")]
 
 
 def _began_at_zero(measurement: Measurement, layer: str) -> bool:
