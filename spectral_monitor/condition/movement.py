@@ -76,13 +76,11 @@ def _why_no_update(measurement: Measurement, network: Network, keys: Sequence[st
     rows = [row for row in network.rows if not row.settings.frozen]
     reasons = {measurement.why(keys[0], row.name) for row in rows if math.isnan(row.get(keys[0]))}
     if reasons == {UNUSED} and all(math.isnan(row.get(keys[0])) for row in rows):
-        return "no gradient arrives: the loss does not depend on them, or outputs are detached"
+        return "no gradient arrives: the loss does not depend on any of them, or outputs are detached"
     if NOT_FINITE in reasons:
         return f"updates are NaN or inf: {LOOK_FOR_NAN}"
     measured = [row for row in rows if not math.isnan(row.get("contribution"))]
-    if any(row.get("lost") > 0 for row in measured):
-        return "gradients arrive, but every update is 0: it is lost to rounding, or the optimizer skips its steps"
-    if measured and all(row.get("contribution") == 0 for row in measured):
+    if measured and not any(row.has_gradient for row in measured):
         return (
             "every gradient is 0: the loss does not change with the outputs, as where a ReLU or a clamp after them is "
             "closed for all samples"
