@@ -17,11 +17,11 @@ CAUSE = "left_out"
 
 
 class Layers(nn.Module):
-    """A body of three matrices, with norms or not, and a head; ``other`` is called without gradients."""
+    """A body of some matrices, with norms or not, and a head; ``other`` is called without gradients."""
 
-    def __init__(self, other=None, norms=False):
+    def __init__(self, other=None, norms=False, depth=3):
         super().__init__()
-        matrices = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        matrices = [nn.Linear(WIDTH, WIDTH) for _ in range(depth)]
         between = [nn.BatchNorm1d(WIDTH) if norms else nn.Tanh() for _ in matrices]
         self.body = nn.Sequential(*(part for pair in zip(matrices, between, strict=True) for part in pair))
         self.head, self.other = nn.Linear(WIDTH, 4), other
@@ -165,13 +165,18 @@ def test_a_network_whose_optimizer_waits_for_its_turn():
         assert not any(root.cause == CAUSE for root in probe.latest.roots)
 
 
+def test_a_network_of_which_one_frozen_matrix_looks_trained_was_loaded():
+    model = frozen_body(depth=7)
+    trained(model.body[0])
+    assert not any(sentences(model, sgd(model.parameters())))
+
+
 def test_the_verdict_ends_once_some_layers_have_thawed():
-    model = frozen_body()
+    model = frozen_body(depth=7)
 
     def thaw(step):
         if step == 4:
-            model.body[4].requires_grad_(True)
-            model.body[2].requires_grad_(True)
+            model.body[12].requires_grad_(True)
 
     found = sentences(model, torch.optim.SGD(model.parameters(), 0.1), 8, thaw)
     assert found[3]
