@@ -16,6 +16,8 @@ DRAWN = 0.95
 """Least stable rank of most weights that no step has changed, over that of Gaussian ones. The median is at least 1.02
 after random initialization; after 300 steps of training some layers are below 0.9 and others below :data:`FRESH`.
 """
+ADAPTED = ".base_layer"
+"""End of the names of layers that have an adapter of peft."""
 EQUAL = 1e-5
 """Norms that differ by less than this, relatively, are those of equal weights."""
 
@@ -29,7 +31,8 @@ def frozen_at_random(rows: Sequence[Row], vectors: Mapping[str, Row], copies: Co
     - matrices of an optimizer that moves nothing, which may wait for their turn, as in a GAN;
     - copies of trained layers, such as target networks.
 
-    If some frozen matrix or gain looks trained, all were probably loaded, and there are none.
+    If some frozen matrix or gain looks trained, all were probably loaded, and there are none. Nor are there any beside
+    adapters of peft, whose base is frozen by design.
 
     Args:
         rows: matrices in the order of the model.
@@ -49,6 +52,8 @@ def frozen_at_random(rows: Sequence[Row], vectors: Mapping[str, Row], copies: Co
         and row.get("feature_rms") >= 0
     ]
     if not moving or any(row.randomness < FRESH for row in frozen) or _looks_trained(vectors.values()):
+        return ()
+    if any(row.name.endswith(ADAPTED) for row in frozen):
         return ()
     drawn = tuple(row for row in frozen if row.randomness >= FRESH and row.name not in copies)
     return drawn if 2 * sum(row.randomness > DRAWN for row in drawn) > len(dense) else ()
