@@ -37,6 +37,7 @@ NAMED_BY = {
     "sgd_rule": "rates",
     "ntk": "rates",
     "features_vanish": "features",
+    "signal_vanishes": "features",
     "features_collapsed": "features",
     "faded": "schedule",
     "warmup": "schedule",
@@ -46,6 +47,7 @@ NAMED_BY = {
     "features_grow": "rates_too_large",
     "symmetric": "weights",
     "large_weights": "weights",
+    "frozen_random": "left_out",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where the two differ."""
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from spectral_monitor.condition.causes import History, huge_at_start
-from spectral_monitor.condition.findings import AT_ONCE, COMPILED_STEP, DIVIDED, NO_STEP, NOT_ZERO, ON_TRIAL, Finding
+from spectral_monitor.condition.findings import AT_ONCE, NOT_ZERO, Finding
+from spectral_monitor.condition.movement import movement_of
 from spectral_monitor.condition.network import GAINS, MIN_SPREAD, Network
+from spectral_monitor.condition.optimizers.frozen import copies_of_trained, frozen_at_random
 from spectral_monitor.condition.optimizers.left_out import OTHERS
-from spectral_monitor.condition.optimizers.plans import FADED
-from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.trends.losses import LossTrend
 from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.trends.outputs import OutputTrend
@@ -45,8 +45,6 @@ RECURRENT = re.compile(r"weight_[ih]h(_l\d+)?(_reverse)?$")
 """Names of the weights of torch's recurrent layers, whose outputs are not seen."""
 THIRD = 3
 """Features have collapsed if one layer in this number of layers has inputs that do not differ."""
-FROZEN = "every layer is frozen"
-_MOVES = ("update_fro", "update_natural", "update_norm", "update_ratio")
 UNITS = 4
 """With fewer inputs or outputs a random matrix may be close to rank 1 by chance."""
 HARDLY = 0.1
@@ -68,6 +66,8 @@ class WholeNetwork(Memory):
     symmetric: bool | None = None  # whether weights began as constants; None before the first update
     bad_batch: bool = False  # whether no layer's outputs were finite although weights were
     huge_at_start: str = ""  # a sentence on outputs that were far too large before the first step; empty if none were
+    # matrices that may be copies of trained ones, such as those of target networks; None before the first update
+    copies: list[str] | None = None
 
     def __post_init__(self) -> None:
         self._pace, self._losses, self._outputs = PaceTrend(), LossTrend(), OutputTrend()
@@ -77,9 +77,8 @@ class WholeNetwork(Memory):
     def history(self) -> History:
         """The facts about the run so far that explanations need."""
         pace, outputs = self._pace, self._outputs
-        return History(
-            pace.pace, pace.first_pace, outputs.large_outputs, pace.fastest, self.bad_batch, self.huge_at_start
-        )
+        paces, starts = (pace.pace, pace.first_pace), (self.huge_at_start, outputs.small_gain)
+        return History(*paces, outputs.large_outputs, pace.fastest, self.bad_batch, *starts)
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the findings on the network at a measurement, healthy or not."""
@@ -90,7 +89,7 @@ class WholeNetwork(Memory):
         if not diverged.inside():
             yield from self._outputs.targets(measurement, network)  # perhaps the cause
             return
-        if (movement := _movement(measurement, network)) is not None:
+        if (movement := movement_of(measurement, network)) is not None:
             yield movement
             if not movement.inside():
                 return
@@ -102,12 +101,21 @@ class WholeNetwork(Memory):
         yield _certain("symmetric", "weight_natural", symmetric and bool(self.symmetric), "random weights")
         value = 0.0 if _forgets(network) else 1.0
         yield Finding("left_out", NETWORK, "update_natural", value, 1.0, NOT_ZERO, against=OTHERS)
+        yield from self._frozen(network)
         yield from self._weights(network)
         yield from _collapse(network)
         yield from self._pace.findings(network)
         yield from self._losses.findings(measurement, network, self._pace.pace)
         yield from self._outputs.findings(measurement, network)
         yield from self._eps(network)
+
+    def _frozen(self, network: Network) -> Iterator[Finding]:
+        """Check that most of the network is not frozen at random values; once some layers have thawed, others may."""
+        if self.copies is None:
+            self.copies = copies_of_trained(network.rows, at_start=network.step <= 1)
+        rows = () if network.thawed else frozen_at_random(network.rows, network.vectors, self.copies)
+        value, names = 0.0 if rows else 1.0, tuple(row.name for row in rows)
+        yield Finding("frozen_random", NETWORK, "drift_ratio", value, 1.0, NOT_ZERO, against=OTHERS, layers=names)
 
     def _weights(self, network: Network) -> Iterator[Finding]:
         """Compare the initial weights of the median layer with the largest usual ones."""
@@ -230,57 +238,6 @@ def _is_symmetric(network: Network) -> bool:
 def _certain(check: str, quantity: str, wrong: bool, against: str) -> Finding:
     """Return a finding that is either true or not: far outside its band if wrong, else in the middle of it."""
     return Finding(check, NETWORK, quantity, 4.0 if wrong else 1.0, 1.0, (0.5, 2.0), against=against, measured=False)
-
-
-def why_still(network: Network) -> str:
-    """Return the reason why no layer can move; empty if some can."""
-    rows = [row for row in network.rows if not row.settings.frozen]
-    if not rows:
-        return FROZEN
-    if network.top_lr == 0:
-        return "every learning rate is 0"
-    moved = any(row.get(key) > 0 for row in rows for key in _MOVES)  # by an optimizer whose settings are unknown
-    if not moved and all(row.settings.owner < 0 and math.isnan(row.lr) for row in rows):
-        return "no optimizer holds its parameters"
-    return ""
-
-
-def _movement(measurement: Measurement, network: Network) -> Finding | None:
-    """Return a finding on the largest update, which is 0 if nothing moves.
-
-    It is also 0 if only biases and gains move because matrices cannot. In a network that was trained before, that is a
-    method rather than a mistake.
-
-    Returns:
-        ``None`` if updates were not measured, or learning rates are next to 0 by schedule.
-    """
-    keys = [key for key in _MOVES if key in measurement.values]
-    if not keys or not network.rows:
-        return None
-    faded = [row.to_peak >= 1 / FADED for row in network.moved_by_rate]
-    if network.top_lr > 0 and faded and all(faded):
-        return None
-    matrices, vectors = _largest_update(network.rows, keys), _largest_update(network.vectors.values(), keys)
-    reasons = {measurement.why(keys[0], row.name) for row in network.rows}
-    if reasons <= {COMPILED_STEP, DIVIDED} or ON_TRIAL in reasons:
-        return None
-    no_step = f"{NO_STEP} that could be seen" if reasons == {NO_STEP} else ""
-    cannot_move = why_still(network)
-    if cannot_move == FROZEN and any(row.settings.elsewhere for row in network.rows):
-        return None
-    reason = cannot_move or no_step or "every update is 0, NaN or skipped"
-    moved = no_step and any(row.get("drift_ratio") > 0 for row in network.rows)
-    largest, observation = max(matrices, vectors), "no update is seen" if moved else "no parameter moves"
-    if largest > matrices == 0 and cannot_move and (cannot_move != FROZEN or network.fresh):
-        largest, observation = 0.0, "no matrix moves, only biases and gains do"
-    against = f"{observation}: {reason}"
-    return Finding("nothing_trains", NETWORK, keys[0], min(largest, 1e300), 1.0, NOT_ZERO, against=against)
-
-
-def _largest_update(rows: Iterable[Row], keys: Sequence[str]) -> float:
-    """Return the largest update of these layers, each by its first known quantity; 0 if none is known."""
-    updates = ((abs(row.get(key)) for key in keys if not math.isnan(row.get(key))) for row in rows)
-    return max((next(sizes, 0.0) for sizes in updates), default=0.0)
 
 
 def _not_finite(measurement: Measurement) -> bool:

@@ -14,6 +14,7 @@ from spectral_monitor.capture.replay.loss_graph import depth_of, embedding_scale
 from spectral_monitor.condition import NETWORK, Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
+from spectral_monitor.condition.movement import GRADIENTS_NOT_FINITE
 from spectral_monitor.condition.optimizers.forgotten import Forgotten
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.plans import Plan
@@ -27,7 +28,7 @@ from spectral_monitor.measurement import SUMMARY, Measurement
 from spectral_monitor.messages import WarnOnce
 from spectral_monitor.monitoring.correction_report import CorrectionReport, adapt, limits_reached
 from spectral_monitor.monitoring.settings import Mode
-from spectral_monitor.monitoring.unoptimized import other_parameters, unregistered
+from spectral_monitor.monitoring.unoptimized import other_parameters, skipped_for_nan, unregistered
 from spectral_monitor.parametrization.init import looks_drawn, rescale, starting_norm
 from spectral_monitor.reporting.content.headline import announcement
 
@@ -274,6 +275,8 @@ class Supervisor:
             if of_peak:
                 factors = self.multipliers
                 settings = {name: own.with_limited_decay(factors.get(name, 1.0)) for name, own in settings.items()}
+        if skipped_for_nan(measurement, self._engine.model):
+            adapted = replace(adapted, summary={**adapted.summary, GRADIENTS_NOT_FINITE: 1.0})
         forgotten = self._forgotten.names(self._engine.optimizers.optimizers)
         verdicts = self._judge.judge(adapted, settings, forgotten)
         return tuple(

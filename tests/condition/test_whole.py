@@ -10,6 +10,7 @@ import pytest
 
 from spectral_monitor import LayerInfo
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
+from spectral_monitor.measurement import UNUSED
 from tests.condition.synthetic import LAYERS, measured, nothing, set_by
 
 EVERY = tuple(LAYERS)
@@ -87,6 +88,10 @@ def test_large_outputs_are_a_divergence_only_from_ten_thousand_on():
 
 
 STILL = every(0.0, "update_natural", "update_ratio", "contribution")
+CLOSED = (
+    "every gradient is 0: the loss does not change with the outputs, as where a ReLU or a clamp after them is closed "
+    "for all samples"
+)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,14 @@ STILL = every(0.0, "update_natural", "update_ratio", "contribution")
         ({"lr": dict.fromkeys(EVERY, 0.0)}, None, "every learning rate is 0"),
         ({"lr": nothing(*EVERY)}, None, "no optimizer holds its parameters"),
         ({}, set_by("SGD", frozen=True), "every layer is frozen"),
-        ({}, None, "every update is 0, NaN or skipped"),
+        ({}, None, CLOSED),
+        ({"contribution": {}}, None, "every update is 0, NaN or skipped"),
+        (
+            dict.fromkeys(("update_fro", "update_natural"), nothing(*EVERY))
+            | {"reasons": {f"update_fro/{name}": UNUSED for name in EVERY}},
+            None,
+            "no gradient arrives: the loss does not depend on any of them, or outputs are detached",
+        ),
     ],
 )
 def test_that_nothing_trains_is_said_at_the_second_measurement_and_why(change, settings, why):

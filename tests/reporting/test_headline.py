@@ -139,6 +139,10 @@ def test_what_a_root_says_when_it_begins():
     assert announcement(told_of.roots[0], told_of) == f"step 60: each of h.*.mlp.c_fc x12: {gpt.SENTENCE}"
     single = measured(roots=[replace(root(consequences=FOLLOWERS[:1]), sentence="Lower it.")])
     assert announcement(single.roots[0], single) == f"step 60: {first}: Lower it. 1 other layer is disturbed by it."
+    whole = replace(of_network(), consequences=FOLLOWERS)
+    assert announcement(whole, measured(roots=[whole])).endswith("the loss is NaN. 19 layers are disturbed by it.")
+    whole = replace(whole, consequences=FOLLOWERS[:1])
+    assert announcement(whole, measured(roots=[whole])).endswith("the loss is NaN. 1 layer is disturbed by it.")
     assert announcement(of_network(), measured()) == "step 60: diverged at step 40: the loss is NaN"
 
 

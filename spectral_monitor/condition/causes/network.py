@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES, Explanation
-from spectral_monitor.condition.causes.outputs import USUAL_GAIN, collapsed, vanish
-from spectral_monitor.condition.causes.silent import forgotten
+from spectral_monitor.condition.causes.outputs import USUAL_GAIN, collapsed, too_small_to_differ, vanish
+from spectral_monitor.condition.causes.silent import forgotten, frozen
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.verdict import Remedy, short
@@ -51,6 +51,7 @@ class History(NamedTuple):
     fastest: float = 0.0  # relative update of the fastest layer at the peak of its learning rate; 0 if none is known
     bad_batch: bool = False  # whether no layer's outputs were finite once although weights were
     huge_at_start: str = ""  # a sentence on outputs that were far too large before the first step; empty if none were
+    small_gain: float = 0.0  # median gain of initial weights that were too small for outputs to differ; 0 for others
 
 
 def of_network(finding: Finding, network: Network, history: History) -> Explanation:
@@ -326,12 +327,14 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "diverged": _diverged,
     "large_weights": _large_weights,
     "features_vanish": lambda finding, network, history: vanish(finding, network),
+    "signal_vanishes": lambda finding, network, history: too_small_to_differ(history.small_gain),
     "features_collapsed": lambda finding, network, history: collapsed(finding, network),
     "eps": _eps,
     "momentum": _momentum,
     "ntk": _ntk,
     "readout_takes_all": _readout,
     "left_out": lambda finding, network, history: forgotten(network),
+    "frozen_random": lambda finding, network, history: frozen(finding, network),
     "loss_input": lambda finding, network, history: Explanation(
         "loss_input", _LOSS_FAULTS[LossFault(int(finding.value))], Remedy("check")
     ),

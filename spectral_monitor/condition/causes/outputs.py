@@ -47,6 +47,16 @@ def vanish(finding: Finding, network: Network) -> Explanation:
     )
 
 
+def too_small_to_differ(gain: float) -> Explanation:
+    """Explain outputs that are alike for all samples by the median gain of the initial weights."""
+    return Explanation(
+        "weights_too_small",
+        f"initial weights multiply features by only {short(gain)} in each layer, so outputs hardly differ between "
+        f"samples: multiply initial weights by about {short(USUAL_GAIN / gain)}",
+        Remedy("scale_weights", (), USUAL_GAIN / gain),
+    )
+
+
 def collapsed(finding: Finding, network: Network) -> Explanation:
     """Explain by inputs of layers that hardly differ between samples."""
     limit = max(finding.value, MIN_SPREAD)

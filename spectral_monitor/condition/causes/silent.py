@@ -116,6 +116,20 @@ def left_out(finding: Finding, row: Row, network: Network) -> Explanation | None
     )
 
 
+def frozen(finding: Finding, network: Network) -> Explanation:
+    """Explain by most of the network being frozen at random values; the finding has these layers."""
+    settings = [row.settings for row in network.rows if row.name in finding.layers]
+    is_frozen, is_held = any(one.frozen for one in settings), any(one.owner >= 0 for one in settings)
+    state = "are frozen at random values" if is_frozen else "are in no optimizer and keep random values"
+    steps = ["set requires_grad_(True)"] * is_frozen + ["pass them to the optimizer"] * (not is_held)
+    return Explanation(
+        "left_out",
+        f"{len(settings)} of {sum(row.dense for row in network.rows)} matrices {state}: load trained weights, or "
+        f"{' and '.join(steps)}; if this is meant, as where they are trained later, ignore the check left_out",
+        Remedy("check"),
+    )
+
+
 def forgotten(network: Network) -> Explanation:
     """Explain by parameters other than matrices that no optimizer holds."""
     names = network.forgotten

@@ -10,7 +10,7 @@ from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.verdict import NETWORK
-from spectral_monitor.fitting.medians import nanmax
+from spectral_monitor.fitting.medians import geometric_median, nanmax
 from spectral_monitor.measurement import Measurement
 
 FEATURE_LIMIT = 25.0
@@ -23,10 +23,20 @@ DISTANCE_LIMIT = 37.5
 """``loss_distance`` at the start over the size of the outputs, or over 1 if that is smaller; at most 2.3 in healthy
 networks.
 """
+INPUTS_DIFFER = 0.01
+"""Spread of the inputs of some layer if samples differ."""
 FEATURE_LEAST = 1e-4
 """RMS of the smallest outputs that leave the next matrix with small inputs; at least 0.0026 in healthy networks."""
 HEAVY = 5.0
 """A gain above this explains large outputs."""
+LEAST_GAIN = 0.35
+"""Median gain of initial weights below which they are small. It is at least 0.44 in healthy networks without norms, and
+0.14 with norms, which make up for it.
+"""
+LEAST_SPREAD = 1e-5
+"""If the inputs of output layers differ by less between samples (``input_stable_rank`` minus 1), the signal is lost on
+its way. They differ by at least 0.04 in healthy networks.
+"""
 
 
 @dataclass
@@ -38,11 +48,14 @@ class OutputTrend(Memory):
     late: bool = False  # whether training had gone on for a while before the first measurement
     distance: float = 0.0  # first known distance of the outputs from what the loss asks for; 0 if none is known
     large_outputs: str = ""  # first layer whose outputs were far too large at the first measurement; empty if none were
+    # median gain of initial weights that were so small that outputs hardly differed; 0 if they were not
+    small_gain: float = 0.0
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the findings on outputs, healthy or not."""
         yield from self._growth(network)
         yield from self._features(network)
+        yield from self._signal(network)
         yield from self.targets(measurement, network)
 
     def _features(self, network: Network) -> Iterator[Finding]:
@@ -56,6 +69,7 @@ class OutputTrend(Memory):
             # After the beginning only the first layer counts, because inputs of the others may have grown.
             hidden = [row.name for row in network.peers if row.info.role == "operator"]
             candidates = [row for row in rows if row.name in hidden[:1]] if self.late else rows
+            self.small_gain = _lost_gain(network)
             self.large_outputs = next((row.name for row in candidates if row.get("feature_rms") > FEATURE_LIMIT), "")
         if not self.first:
             return
@@ -69,6 +83,17 @@ class OutputTrend(Memory):
         if self.smallest and network.fresh and not self.late:
             band = (FEATURE_LEAST, math.inf)
             yield Finding("features_vanish", NETWORK, "feature_rms", self.smallest, 1.0, band, 1.5, "usual")
+
+    def _signal(self, network: Network) -> Iterator[Finding]:
+        """Check that small initial weights leave enough of the difference between samples for the output layers.
+
+        Biases may keep features large, but these are then the same for all samples. Once outputs differ, the finding
+        ends.
+        """
+        if not self.small_gain or not (spread := _spread_of_outputs(network)) >= 0:
+            return
+        spread, band = max(spread, LEAST_SPREAD / 100), (LEAST_SPREAD, math.inf)
+        yield Finding("signal_vanishes", NETWORK, "input_stable_rank", spread, 1.0, band, 1.5, "usual")
 
     def targets(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Compare the distance that the loss asks outputs to move at the start with their usual size, 1."""
@@ -88,3 +113,21 @@ class OutputTrend(Memory):
         if not math.isnan(largest):
             limit = max(GROWN_LIMIT, GROWTH * max(self.first.values()))
             yield Finding("features_grow", NETWORK, "feature_rms", largest, limit, (0.0, 1.0), against="usual")
+
+
+def _spread_of_outputs(network: Network) -> float:
+    """Return the largest spread between samples of the inputs of an output layer; NaN if none is known."""
+    spreads = network.input_spreads
+    return nanmax(spreads.get(row.name, math.nan) for row in network.peers if row.info.role == "readout")
+
+
+def _lost_gain(network: Network) -> float:
+    """Return the median gain of weights so small that inputs differ but those of output layers do not; 0 for others.
+
+    Branches whose gains begin next to zero leave outputs alike on purpose, as do layers that begin at zero.
+    """
+    gain = geometric_median(row.gain for row in network.peers)
+    inputs = nanmax(row.get("input_stable_rank") for row in network.peers) - 1
+    lost = _spread_of_outputs(network) < LEAST_SPREAD and inputs > INPUTS_DIFFER
+    early = network.is_early and network.fresh and not (network.from_zero or network.has_small_gains)
+    return gain if early and lost and 0 < gain < LEAST_GAIN else 0.0

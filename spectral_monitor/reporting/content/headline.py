@@ -112,7 +112,7 @@ def lifted_line(measurements: Iterable[Measurement], last: Measurement) -> str:
 
 
 def _root_line(root: Verdict, measurement: Measurement, name_followers: bool = False) -> str:
-    """Return the layers of a root, its sentence, and how many other layers follow from it, with their names or not."""
+    """Return the layers of a root, its sentence, and how many layers follow from it, with their names or not."""
     names = named_by(root)
     layers = names_in(measurement, names) if len(names) > MAX_NAMES else ", ".join(_bare(measurement, names))
     prefix = "each of " if len(names) > 1 else ""  # sentences speak of one layer
@@ -120,7 +120,8 @@ def _root_line(root: Verdict, measurement: Measurement, name_followers: bool = F
     follow = followers(root, measurement)
     if not follow:
         return text
-    count = "1 other layer is" if len(follow) == 1 else f"{len(follow)} other layers are"
+    noun = "other layer" if layers else "layer"
+    count = f"1 {noun} is" if len(follow) == 1 else f"{len(follow)} {noun}s are"
     ending = f": {names_in(measurement, follow)}" if name_followers else "."
     return f"{text.removesuffix('.')}. {count} disturbed by it{ending}"
 

@@ -1,0 +1,108 @@
+"""Networks whose weights all begin so small that nothing of the samples reaches the output layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from spectral_monitor import SpectralCondition, SpectralProbe
+from tests.one_step import training_step
+
+WIDTH = 32
+
+
+class Sine(nn.Module):
+    """A sine of 30 times its inputs, as in SIREN."""
+
+    def forward(self, x):
+        return torch.sin(30 * x)
+
+
+def network(factor, depth=5, between=nn.ReLU, norms=False):
+    """Layers whose weights, but not biases, are multiplied by a factor."""
+    torch.manual_seed(0)
+    parts = []
+    for _ in range(depth - 1):
+        parts += [nn.Linear(WIDTH, WIDTH), *([nn.LayerNorm(WIDTH)] if norms else []), between()]
+    model = nn.Sequential(*parts, nn.Linear(WIDTH, 10))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.mul_(factor)
+    return model
+
+
+def causes(model, lr=0.1, steps=4, **condition):
+    """The roots on the network at each step, and the probe."""
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    condition = SpectralCondition(**condition)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe", condition=condition)
+    found = []
+    for _ in range(steps):
+        x = torch.randn(64, WIDTH)
+        with training_step(probe, optimizer):
+            functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+        found.append({root.cause for root in probe.latest.roots if root.layer == "network"})
+    return found, probe
+
+
+def test_weights_that_are_ten_times_too_small_are_the_root():
+    found, probe = causes(network(0.1))
+    assert found == [{"weights_too_small"}] * 4
+    (root,) = probe.latest.roots
+    assert root.sentence == (
+        "initial weights multiply features by only 0.057 in each layer, so outputs hardly differ between samples: "
+        "multiply initial weights by about 10"
+    )
+    assert (root.remedy.action, root.remedy.layers) == ("scale_weights", ())
+    assert root.remedy.value == pytest.approx(10.3, abs=0.2)
+
+
+def test_the_check_is_one_of_features():
+    assert causes(network(0.1), ignore=["features"])[0][0] == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"factor": 1.0}, "usual weights"),
+        ({"factor": 1.0, "depth": 12}, "so deep that outputs hardly differ although each layer is usual"),
+        ({"factor": 0.1, "norms": True}, "norms make up for it"),
+        ({"factor": 0.1, "depth": 2}, "the first layer leaves enough of the samples"),
+        ({"factor": 0.08, "between": Sine}, "the forward pass multiplies by 30"),
+    ],
+)
+def test_small_or_deep_networks_that_lose_nothing_or_are_usual(options, why):
+    assert not any("weights_too_small" in found for found in causes(network(**options))[0]), why
+
+
+def test_a_usual_deep_network_does_lose_its_samples():
+    """So that the case above is decided by the size of its weights."""
+    model = network(1.0, depth=12)
+    assert model[:-1](torch.randn(64, WIDTH)).std(0).max() < 1e-3
+
+
+def test_the_verdict_ends_when_outputs_differ():
+    model = network(0.1)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=20, mode="observe", condition=SpectralCondition())
+    found = []
+    for _ in range(200):
+        x = torch.randn(64, WIDTH)
+        with training_step(probe, optimizer):
+            functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+        if probe.latest is not None:
+            found.append("weights_too_small" in {root.cause for root in probe.latest.roots})
+    assert not found[-1]
+
+
+def test_samples_that_are_all_alike_are_not_the_weights_fault():
+    model = network(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="observe")
+    for _ in range(3):
+        with training_step(probe, optimizer):
+            functional.cross_entropy(model(torch.ones(64, WIDTH)), torch.arange(64) % 10).backward()
+        assert not any(root.cause == "weights_too_small" for root in probe.latest.roots)
