@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
-from spectral_monitor.condition.movement import why_still
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import Row
 from spectral_monitor.condition.settings import SpectralCondition
+from spectral_monitor.condition.trends.movement import why_still
 from spectral_monitor.condition.trends.zero_start import ZeroStartGate
 from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, LayerState, Measurement

@@ -11,12 +11,12 @@ from typing import Any
 
 from spectral_monitor.condition.causes import History, huge_at_start
 from spectral_monitor.condition.findings import AT_ONCE, NOT_ZERO, Finding
-from spectral_monitor.condition.movement import movement_of
 from spectral_monitor.condition.network import GAINS, MIN_SPREAD, Network
 from spectral_monitor.condition.optimizers.frozen import copies_of_trained, frozen_at_random
 from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.trends.losses import LossTrend
 from spectral_monitor.condition.trends.memory import Memory
+from spectral_monitor.condition.trends.movement import movement_of
 from spectral_monitor.condition.trends.outputs import OutputTrend
 from spectral_monitor.condition.trends.pace import SETTLED, PaceTrend
 from spectral_monitor.condition.verdict import NETWORK

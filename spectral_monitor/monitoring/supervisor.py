@@ -14,11 +14,11 @@ from spectral_monitor.capture.replay.loss_graph import depth_of, embedding_scale
 from spectral_monitor.condition import NETWORK, Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
-from spectral_monitor.condition.movement import GRADIENTS_NOT_FINITE
 from spectral_monitor.condition.optimizers.forgotten import Forgotten
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters, hyperparameters
 from spectral_monitor.condition.optimizers.plans import Plan
 from spectral_monitor.condition.optimizers.recipe import describe
+from spectral_monitor.condition.trends.movement import GRADIENTS_NOT_FINITE
 from spectral_monitor.correction import Corrector, LRCorrection
 from spectral_monitor.engine import CLEARED, START, STEP_LOSS, TURN, Engine
 from spectral_monitor.engine.results.loss import UPHILL
