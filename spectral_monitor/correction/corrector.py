@@ -335,17 +335,7 @@ class Corrector:
             ValueError: the state has other layers, another policy or size, or is of an earlier version.
         """
         names = [layer.info.name for layer in self._leaders]
-        if state["policy"] != self.correction.policy:
-            raise ValueError(
-                f"the saved multipliers belong to policy {state['policy']!r}, not {self.correction.policy!r}"
-            )
-        if "units" not in state:
-            raise ValueError("the saved multipliers were written by an earlier version")
-        if state["size"] != self.correction.size:
-            raise ValueError(f"the saved multipliers belong to size {state['size']!r}, not {self.correction.size!r}")
-        if set(state["units"]) != set(names):
-            differing = sorted(set(state["units"]) ^ set(names))
-            raise ValueError(f"the saved multipliers belong to other layers: {', '.join(differing[:6])}")
+        self.correction.check_saved(state, names)
         self._multipliers = [Multiplier.loaded(state["units"][name], name in state["limited"]) for name in names]
         self._clip.load_state_dict(state.get("clip", {}))
         self.step_length.load_state_dict(state.get("step_length", {}))

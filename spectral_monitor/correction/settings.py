@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from spectral_monitor.parametrization.param_groups import is_number
 from spectral_monitor.suggestions import helpful_settings
@@ -109,6 +109,22 @@ class LRCorrection:
         loss = ("feature_change",) if self.polyak is not None else ()
         logits = ("attention_logit_max",) if self.qk_clip is not None else ()
         return (*aims, "update_fro", "weight_fro", *began, *loss, *logits, "lr", "lr_multiplier")
+
+    def check_saved(self, state: Mapping[str, Any], layers: Collection[str]) -> None:
+        """Check that the saved state of a corrector has this policy and size, and these layers.
+
+        Raises:
+            ValueError: it does not, or is of an earlier version.
+        """
+        if state["policy"] != self.policy:
+            raise ValueError(f"the saved multipliers belong to policy {state['policy']!r}, not {self.policy!r}")
+        if "units" not in state:
+            raise ValueError("the saved multipliers were written by an earlier version")
+        if state["size"] != self.size:
+            raise ValueError(f"the saved multipliers belong to size {state['size']!r}, not {self.size!r}")
+        if set(state["units"]) != set(layers):
+            differing = sorted(set(state["units"]) ^ set(layers))
+            raise ValueError(f"the saved multipliers belong to other layers: {', '.join(differing[:6])}")
 
 
 def with_loss(
