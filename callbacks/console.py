@@ -98,7 +98,7 @@ class ConsoleReport:
             )
             return
         latest = measurements[-1]
-        show(rendered(measurement_rows(latest, self._verbose < 2, measurements, steps)))
+        show(rendered(measurement_rows(latest, folded=self._verbose < 2, earlier=measurements, steps=steps)))
         share = self._spent / max(perf_counter() - self._started, 1e-9)
         ended = f"; the last of {steps} steps that was measured is step {latest.step}" if steps > latest.step else ""
         self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time{ended}")

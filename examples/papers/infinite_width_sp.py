@@ -82,8 +82,9 @@ def train(c: Fraction, width: int, x: Tensor) -> Row:
 
 
 def first_step(p: ABC) -> dict[str, Fraction]:
-    """Of n in the changes of the first step (paper, section 4 and 5.3): the readout, through which all gradients come,
-    is as it was drawn, whatever its learning rate.
+    """Return the exponents of n in the changes of the first step (paper, sections 4 and 5.3).
+
+    All gradients come through the readout, which is as it was drawn, whatever its learning rate.
     """
     readout = p.a[-1] + p.b[-1]
     own = [readout + p.c - 1 + 2 * a + (place == 0) for place, a in enumerate(p.a[:-1])]

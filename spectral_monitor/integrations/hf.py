@@ -174,7 +174,8 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         if self.latest is None:
             self._show(f"spectral monitor: nothing was measured in {self.probe.steps} optimizer steps")
         else:
-            self._show(rendered(measurement_rows(self.latest, self.verbose < 2, self.probe.measurements)))
+            table = measurement_rows(self.latest, folded=self.verbose < 2, earlier=self.probe.measurements)
+            self._show(rendered(table))
             self._show(f"spectral monitor: the whole run as a page\n  spectral-monitor report {self._folder}")
 
     def abandon(self) -> None:

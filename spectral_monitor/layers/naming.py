@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # Wrappers hold a user's module under these names, which never reach a log.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_ADAPTED = "base_layer"  # peft's name for the layer that it adapts
+ADAPTED = "base_layer"  # peft's name for the layer that it adapts
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -40,7 +40,7 @@ def module_slots(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
     slots: dict[int, tuple[nn.Module, str]] = {}
     for module in root.modules():
         for name, child in module.named_children():
-            hidden = name == _ADAPTED or _names_wrapped(name, module)
+            hidden = name == ADAPTED or _names_wrapped(name, module)
             slot = slots.get(id(module)) if hidden else (module, name)
             if slot is not None:
                 slots.setdefault(id(child), slot)
@@ -54,7 +54,7 @@ def _names_wrapped(name: str, parent: nn.Module) -> bool:
 
 def wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module that another one wraps or adapts; ``None`` if it does neither."""
-    return next((child for name, child in module.named_children() if name in {*_WRAPPERS, _ADAPTED}), None)
+    return next((child for name, child in module.named_children() if name in {*_WRAPPERS, ADAPTED}), None)
 
 
 def label(name: str, module: nn.Module) -> str:

@@ -79,3 +79,17 @@ def test_the_code_has_the_limited_decay():
     for group in groups["groups"]:
         taken = group["lr"] * group.get("weight_decay", 0.05) / (1 - 0.9)
         assert taken == pytest.approx(min(MAX_DECAY, group["lr"] * 0.05 / 0.1), rel=1e-3)
+
+
+def test_an_option_that_is_no_number_is_left_alone():
+    """Some optimizers have a weight decay of None."""
+    weight = nn.Parameter(torch.full((3,), 8.0))
+    optimizer = torch.optim.Adam([weight], lr=0.01)
+    optimizer.param_groups[0]["weight_decay"] = None
+    optimizer.step = lambda closure=None: seen.append([group["weight_decay"] for group in optimizer.param_groups])
+    seen = []
+    swap = LRMultiplierOverride([optimizer], {weight: 70.0}, keeps_decay=False)
+    swap.arm()
+    optimizer.step()
+    swap.disarm()
+    assert seen == [[None]]

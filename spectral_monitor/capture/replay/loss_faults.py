@@ -1,4 +1,4 @@
-"""Faults of what a loss gets, from its graph."""
+"""Faults of the input of a loss, found in its graph."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _is_of_pairs(node: Any) -> bool:
 
 
 def _shape_of(node: Any, number: int = 0) -> tuple[int, ...]:
-    """Return the shape of one of a node's outputs; of nodes that do not tell, that of no numbers."""
+    """Return the shape of one of a node's outputs; ``(0,)`` if the node does not have it."""
     metadata = getattr(node, "_input_metadata", ())  # of the backward pass, whose inputs are gradients of outputs
     return tuple(metadata[number].shape) if len(metadata) > number else (0,)
 

@@ -32,6 +32,7 @@ FASTEST = 0.1
 MOST, MOST_UNEVEN = 100.0, 10.0
 """Largest factor in such advice: under Adam, and under optimizers whose updates grow with the gradients."""
 USUAL_MOMENTUM = 0.9
+"""The default of most recipes under SGD and RMSprop."""
 LARGE = 2.0
 """Weights that began this many times above the largest usual gain explain small steps."""
 MOSTLY_CLIPPED = 1 / 2
@@ -314,7 +315,7 @@ _LOSS_FAULTS = {
     LossFault.SEQUENCE: "recurrent or attention modules take the samples of the batch for the steps of a sequence: set "
     "batch_first=True where the samples come first, or swap the first two dimensions",
 }
-"""What a loss gets -> a sentence on it."""
+"""Fault of a loss's input -> a sentence on it."""
 
 _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_large": _too_large,

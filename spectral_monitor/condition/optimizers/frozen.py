@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from spectral_monitor.condition.optimizers.left_out import FRESH, is_untrained, never_moved
+from spectral_monitor.layers.naming import ADAPTED
 
 if TYPE_CHECKING:
     from spectral_monitor.condition.row import Row
@@ -16,8 +17,6 @@ DRAWN = 0.95
 """Least stable rank of most weights that no step has changed, over that of Gaussian ones. The median is at least 1.02
 after random initialization; after 300 steps of training some layers are below 0.9 and others below :data:`FRESH`.
 """
-ADAPTED = ".base_layer"
-"""End of the names of layers that have an adapter of peft."""
 EQUAL = 1e-5
 """Norms that differ by less than this, relatively, are those of equal weights."""
 
@@ -53,7 +52,7 @@ def frozen_at_random(rows: Sequence[Row], vectors: Mapping[str, Row], copies: Co
     ]
     if not moving or any(row.randomness < FRESH for row in frozen) or _looks_trained(vectors.values()):
         return ()
-    if any(row.name.endswith(ADAPTED) for row in frozen):
+    if any(row.name.endswith(f".{ADAPTED}") for row in frozen):
         return ()
     drawn = tuple(row for row in frozen if row.randomness >= FRESH and row.name not in copies)
     return drawn if 2 * sum(row.randomness > DRAWN for row in drawn) > len(dense) else ()

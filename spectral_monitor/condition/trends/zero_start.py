@@ -47,7 +47,7 @@ class ZeroStartGate:
 
     @property
     def awaited(self) -> str:
-        """The layers that others wait for, in words: their names, if they are few, and what they have done then."""
+        """The end of a sentence on the layers that others wait for; it names at most :data:`MAX_NAMES`."""
         verb = "has" if len(self._growing) == 1 else "have"
         return f"{joined(list(self._growing), MAX_NAMES)} {verb} grown from zero"
 

@@ -105,7 +105,7 @@ class GroupPart:
     def __init__(
         self, group: Group, indices: Sequence[int], multiplier: float, decay: tuple[str, float], watched: bool
     ) -> None:
-        """``decay``: the option that is a decay, and what it is divided by."""
+        """``decay``: the option that is a decay, empty if there is none, and what it is divided by."""
         self.group = group
         self.multiplier = multiplier
         self.options: Group = AccessTrackingDict() if watched else {}
@@ -210,19 +210,20 @@ class Expansion:
         """
         key = (id(group), multiplier, indices)
         if key not in self._known_parts:
-            decay = "weight_decay", self._limit(group, multiplier)
+            decay = self._limited_decay(group, multiplier)
             if self._keeps_decay:
                 decay = decay_option(group, self._owners), multiplier
             self._known_parts[key] = GroupPart(group, indices, multiplier, decay, self._watched)
         self._known_parts[key].fill()
         return self._known_parts[key]
 
-    def _limit(self, group: Group, multiplier: float) -> float:
-        """Return what SGD's decay is divided by, so that it is a :func:`limited_decay`; 1 for other optimizers."""
+    def _limited_decay(self, group: Group, multiplier: float) -> tuple[str, float]:
+        """Return SGD's decay and what it is divided by, so that it is a :func:`limited_decay`; others have none."""
         decay = number(group.get("weight_decay"), 0.0)
         if not decay > 0 or not any(isinstance(owner, torch.optim.SGD) for owner in self._owners):
-            return 1.0
-        return decay / limited_decay(decay, number(group["lr"], 0.0) * multiplier, number(group.get("momentum"), 0.0))
+            return "", 1.0
+        lr, momentum = number(group["lr"], 0.0) * multiplier, number(group.get("momentum"), 0.0)
+        return "weight_decay", decay / limited_decay(decay, lr, momentum)
 
     def close(self, *, keep: bool) -> None:
         """Restore the original groups, the same objects in the same lists; groups that were added meanwhile stay.

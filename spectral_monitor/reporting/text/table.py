@@ -35,7 +35,7 @@ def measurement_table(
     measurement: Measurement, folded: bool = True, width: int | None = WIDTH, earlier: Iterable[Measurement] = ()
 ) -> str:
     """Return the table of :func:`measurement_rows` as plain text; ``width``: characters, ``None`` for all columns."""
-    return measurement_rows(measurement, folded, earlier).plain(width)
+    return measurement_rows(measurement, folded, earlier=earlier).plain(width)
 
 
 def measurement_rows(

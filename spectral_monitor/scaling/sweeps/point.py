@@ -293,6 +293,11 @@ class _TrainingStep(nn.Module):
         self._checkpoint_wrapped_module = module  # a name that the anatomy knows as a wrapper's
 
     def forward(self, batch: Any, index: int) -> Tensor:
+        """Return the loss of a batch.
+
+        Raises:
+            SweepError: it is not a scalar.
+        """
         module = self._checkpoint_wrapped_module
         loss = loss_of(module, batch, index)
         if not isinstance(loss, Tensor) or loss.ndim:
