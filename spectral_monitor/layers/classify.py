@@ -159,9 +159,8 @@ def _known_module(module: nn.Module, shape: tuple[int, ...]) -> Guess | None:
             layout = Layout("patches", shape)
         return Guess("", "operator", layout, module, channels_first=True, no_features="", note=note)
     if isinstance(module, nn.Linear) and len(shape) == 2:
-        if is_a(module, "NonDynamicallyQuantizableLinear"):
-            reason = "MultiheadAttention uses the weight without calling the module"
-            return Guess("", "operator", Layout("linear", shape), no_features=reason)
+        if is_a(module, "NonDynamicallyQuantizableLinear"):  # MultiheadAttention uses its weight without a call
+            return Guess("", "operator", Layout("linear", shape))
         return Guess("", "operator", Layout("linear", shape), module, no_features="")
     # Hugging Face's Conv1D, a Linear with a transposed weight; recognized by name, without importing transformers.
     if is_a(module, "Conv1D") and hasattr(module, "nf") and len(shape) == 2:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from spectral_monitor.layers.inspect_model import Anatomy, Layer, join_notes
+from spectral_monitor.layers.inspect_model import Anatomy, Layer
 from spectral_monitor.layers.naming import named_modules
 
 REASON = "inside a compiled module, where a hook would force a recompilation"
@@ -43,8 +43,7 @@ def without_compiled(anatomy: Anatomy, compiled: Iterable[nn.Module]) -> Anatomy
     def strip(layer: Layer) -> Layer:
         if layer.module is None or id(layer.module) not in inside:
             return layer
-        note = join_notes(layer.note, f"features: {REASON}")
-        return replace(layer, module=None, no_features=REASON, note=note)
+        return replace(layer, module=None, no_features=REASON)
 
     return replace(anatomy, layers=tuple(map(strip, anatomy.layers)), nodes=tuple(map(strip, anatomy.nodes)))
 

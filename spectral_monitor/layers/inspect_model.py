@@ -305,7 +305,6 @@ def _layer(candidate: _Candidate, role: str, count: int | None, tied_to: str) ->
         guess.note,
         f"tied to {tied_to}" if tied_to else "",
         "" if any(source.requires_grad for source in candidate.sources) else "frozen",
-        f"features: {guess.no_features}" if guess.no_features and role != "vector" else "",
     )
     return Layer(
         info=LayerInfo(name, role, fan_out, fan_in, shape, layout.blocks),

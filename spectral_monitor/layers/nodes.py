@@ -43,7 +43,6 @@ def node_layers(
             layout=Layout("vector", ()),
             module=None if no_features else module,
             no_features=no_features,
-            note=f"features: {no_features}" if no_features else "",
         )
         for name, module in modules.items()
         if name not in measured and any(_names(pattern, name) for pattern in patterns)

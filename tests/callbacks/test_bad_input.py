@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import warnings
@@ -224,6 +225,7 @@ class Breaks(zoo.Classifier):
 
 
 def warned(run):
+    gc.collect()  # leftovers of other tests warn when they are collected
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()

@@ -106,8 +106,8 @@ def test_every_expert_is_a_block(make):
     assert (gate_up.info.fan_in, gate_up.info.fan_out, gate_up.info.blocks) == (WIDTH, INNER, 2 * E)
     assert (down.info.fan_in, down.info.fan_out, down.info.blocks) == (INNER, WIDTH, E)
     turns = " by turns" if make is gpt_oss else ""
-    assert gate_up.note == f"gate and up of 3 experts, 6 blocks{turns}; features: no module call to hook"
-    assert down.note == "3 experts, a block each; features: no module call to hook"
+    assert gate_up.note == f"gate and up of 3 experts, 6 blocks{turns}"
+    assert down.note == "3 experts, a block each"
     for layer in (gate_up, down):
         for expert in range(E):  # the matrices of an expert are its own
             per = layer.info.blocks // E

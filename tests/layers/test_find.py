@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from spectral_monitor.layers import dissect
 from spectral_monitor.layers.inspect_model import PART_OF
 from spectral_monitor.layers.output_layers import Operator
+from spectral_monitor.reporting.text.lines import NO_FEATURES
 from spectral_monitor.reporting.text.role_table import NOTES, role_table
 
 IN_PLACE = "output layer by its place: the last operator registered"
@@ -467,22 +468,12 @@ def test_nothing_is_dropped_silently(kind, chosen):
         ("convolutions", "0", "3 taps, norms added up", ""),
         ("convolutions", "2", "", ""),
         ("convolutions", "6", f"{IN_PLACE}; 9 taps, norms added up", ""),
-        ("attention, fused", "attention.in_proj", f"query, key and value, 3 blocks; features: {NO_CALL}", NO_CALL),
-        (
-            "attention, fused",
-            "attention.out_proj",
-            "features: MultiheadAttention uses the weight without calling the module",
-            "MultiheadAttention uses the weight without calling the module",
-        ),
-        ("recurrent", "lstm.weight_ih_l0", f"4 gates; features: {NO_CALL}", NO_CALL),
-        ("recurrent", "lstm.weight_hr_l0", f"features: {NO_CALL}", NO_CALL),
-        ("bare parameters", "w", f"bare parameter, taken for (out, in); features: {NO_CALL}", NO_CALL),
-        (
-            "bare parameters",
-            "pos_embed",
-            f"bare parameter, taken for a table (tokens, d); features: {NO_CALL}",
-            NO_CALL,
-        ),
+        ("attention, fused", "attention.in_proj", "query, key and value, 3 blocks", NO_CALL),
+        ("attention, fused", "attention.out_proj", "", NO_CALL),
+        ("recurrent", "lstm.weight_ih_l0", "4 gates", NO_CALL),
+        ("recurrent", "lstm.weight_hr_l0", "", NO_CALL),
+        ("bare parameters", "w", "bare parameter, taken for (out, in)", NO_CALL),
+        ("bare parameters", "pos_embed", "bare parameter, taken for a table (tokens, d)", NO_CALL),
         ("tied", "head", f"{IN_PLACE}; tied to table", ""),
         ("tied", "table", "", ""),
         ("GPT-2", "lm_head", "tied to transformer.wte", ""),
@@ -495,6 +486,9 @@ def test_notes_and_reasons_for_missing_features(kind, name, note, no_features):
     assert (layer.module is None) == bool(no_features)
     assert layer.tied_to == (note.partition("tied to ")[2] if "tied to" in note else "")
     assert not layer.is_matrix or NOTES.get(note, note) in " ".join(role_table(anatomy).split()), "wrapped or not"
+    if layer.is_matrix and no_features:
+        below = role_table(anatomy, folded=False, width=None).partition(NO_FEATURES)[2]
+        assert any(name in line and line.endswith(f": {no_features}") for line in below.splitlines())
 
 
 def test_frozen_parameters_are_measured_and_noted():
@@ -623,7 +617,7 @@ def test_a_bare_table_keeps_its_rows():
     model = Bare(wte=torch.randn(7, 4))
     layer = dissect(model, roles={"wte": "embedding"}).layers[0]
     assert torch.equal(layer.layout.stack(layer.weight())[0, 0], model.wte.detach())
-    assert layer.note == f"bare parameter; features: {NO_CALL}"
+    assert layer.note == "bare parameter"
 
 
 @pytest.mark.parametrize("make", [two, gpt2])

@@ -8,6 +8,10 @@ from textwrap import wrap
 
 MIN_TEXT_WIDTH = 14
 """Characters of the last column, at least, if it is text: other columns are left out for it, then it is wrapped."""
+NOT_MEASURED, NO_FEATURES = "not measured", "weights and updates are measured, features are not"
+"""Heads of :func:`reason_lines`."""
+NO_VALUE = "-"
+"""In place of a number that is missing."""
 INDENT = "  "
 """In front of the continuation of a wrapped line."""
 
@@ -23,6 +27,11 @@ class Column:
     quantity: str = ""  # key of the quantity in it, if any
     legend: str = ""  # explanation, if it needs one
     drawn: bool = False  # whether it is a picture made of characters
+
+    @property
+    def explained(self) -> str:
+        """Return the legend, with the meaning of a dash if there is one in the column."""
+        return self.legend + f" ({NO_VALUE}: not measured)" * (NO_VALUE in self.cells)
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,10 @@ class Table:
 
     def below(self, shown: Sequence[Column], width: int | None) -> list[str]:
         """Return the lines below the rows: legends of the columns shown, the foot, and titles of columns left out."""
-        legends = [column.legend for column in shown if column.legend]
+        legends = [column.explained for column in shown if column.legend]
         left_out = [column.title for column in self.columns if column not in shown]
         lines = [*legends[:1], *filter(None, ["; ".join(legends[1:])]), *self.foot]
-        lines += [f"no room for: {', '.join(left_out)}"] if left_out else []
+        lines += [f"a wider table adds: {', '.join(left_out)}"] if left_out else []
         return [part for line in lines for part in folded_line(line, width)]
 
 
@@ -94,16 +103,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def unmeasured_lines(reasons: Sequence[tuple[str, str]], join: Callable[[list[str]], str]) -> list[str]:
-    """Return the number of parameters that are not measured, and a line for each reason with its parameters.
+def reason_lines(head: str, reasons: Sequence[tuple[str, str]], join: Callable[[list[str]], str]) -> list[str]:
+    """Return a head with the number of names, and a line for each reason with its names; nothing without names.
 
-    ``reasons``: (parameter, reason); ``join`` makes a text of the names in a line.
+    ``reasons``: (name, reason); ``join`` makes a text of the names in a line.
     """
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons:
         by_reason.setdefault(reason, []).append(name)
-    head = [f"not measured ({len(reasons)}):"] if reasons else []
-    return head + [printable(f"  {join(names)}: {reason}") for reason, names in by_reason.items()]
+    heads = [f"{head} ({len(reasons)}):"] if reasons else []
+    return heads + [printable(f"  {join(names)}: {reason}") for reason, names in by_reason.items()]
 
 
 def aligned(columns: Sequence[Column], width: int | None = None) -> list[str]:

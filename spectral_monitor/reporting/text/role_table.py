@@ -11,7 +11,14 @@ from spectral_monitor.messages import joined
 from spectral_monitor.reporting.content.families import block_numbers, family_of, folded_names
 from spectral_monitor.reporting.content.labels import measured_parts, role_name, unprefixed
 from spectral_monitor.reporting.text.folding import MAX_UNFOLDED_LAYERS
-from spectral_monitor.reporting.text.lines import Table, printable, text_column, unmeasured_lines
+from spectral_monitor.reporting.text.lines import (
+    NO_FEATURES,
+    NOT_MEASURED,
+    Table,
+    printable,
+    reason_lines,
+    text_column,
+)
 from spectral_monitor.reporting.text.table import WIDTH, fans
 
 if TYPE_CHECKING:
@@ -29,7 +36,7 @@ def role_table(anatomy: Anatomy, folded: bool = True, width: int | None = WIDTH)
 
 
 def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
-    """Return a table with a row for each matrix; below it, parameters that are not measured, and why.
+    """Return a table with a row for each matrix; below it, what is not measured, and why.
 
     Args:
         folded: whether the layers of a family share a row, in networks of more than 16 matrices.
@@ -58,7 +65,8 @@ def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
         if any(layer.info.placement != "local" for layer in first):
             columns.insert(4, text_column("placement", [layer.info.placement for layer in first]))
         columns = [column for column in columns if column.title == "layer" or any(column.cells)]
-    foot = (*_nodes(anatomy), *_unmeasured(anatomy))
+    featureless = [(name, layer.no_features) for name, layer in zip(names, matrices, strict=True) if layer.no_features]
+    foot = (*_nodes(anatomy), *reason_lines(NO_FEATURES, featureless, _listed), *_unmeasured(anatomy))
     return Table(title, tuple(columns), foot, notes=(when,) if when else ())
 
 
@@ -97,7 +105,7 @@ def _unmeasured(anatomy: Anatomy) -> list[str]:
     parts = [item.name for item in anatomy.unmeasured if item.reason.startswith(PART_OF)]
     others = [(item.name, item.reason) for item in anatomy.unmeasured if not item.reason.startswith(PART_OF)]
     lines = [printable(f"parts of weights that are measured ({len(parts)}): {_listed(parts)}")] if parts else []
-    return lines + unmeasured_lines(others, _listed)
+    return lines + reason_lines(NOT_MEASURED, others, _listed)
 
 
 def _listed(names: Sequence[str]) -> str:

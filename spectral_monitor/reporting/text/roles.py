@@ -38,17 +38,19 @@ class Roles(dict[str, str]):
         layers: Iterable[LayerInfo],
         notes: Mapping[str, str] | None = None,
         unmeasured: Mapping[str, str] | None = None,
+        no_features: Mapping[str, str] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         super().__init__({info.name: info.role for info in self.layers})
         self.notes = {name: note for name, note in (notes or {}).items() if note}
-        self.unmeasured = dict(unmeasured or {})
+        self.unmeasured, self.no_features = dict(unmeasured or {}), dict(no_features or {})
 
     @classmethod
     def of(cls, anatomy: Anatomy) -> Roles:
         """Return the roles in a model."""
         notes = {layer.info.name: layer.note for layer in anatomy.layers}
-        return cls(anatomy.infos, notes, {item.name: item.reason for item in anatomy.unmeasured})
+        no_features = {layer.info.name: layer.no_features for layer in anatomy.layers if layer.no_features}
+        return cls(anatomy.infos, notes, {item.name: item.reason for item in anatomy.unmeasured}, no_features)
 
     def __missing__(self, layer: str) -> str:
         if layer in self.unmeasured:
@@ -56,9 +58,9 @@ class Roles(dict[str, str]):
         raise KeyError(unknown("layer", layer, self))
 
     def table(self) -> Table:
-        """Return a table with a row for every matrix; below it, parameters that are not measured, and why."""
+        """Return a table with a row for every matrix; below it, what is not measured, and why."""
         from spectral_monitor.reporting.content.labels import measured_parts, role_name
-        from spectral_monitor.reporting.text.lines import Table, text_column, unmeasured_lines
+        from spectral_monitor.reporting.text.lines import NO_FEATURES, NOT_MEASURED, Table, reason_lines, text_column
         from spectral_monitor.reporting.text.table import fans
 
         matrices = [info for info in self.layers if info.is_matrix]
@@ -73,7 +75,9 @@ class Roles(dict[str, str]):
         notes = [self.notes.get(info.name, "") for info in matrices]
         if any(notes):
             columns.append(text_column("note", notes))
-        return Table(title, tuple(columns), tuple(unmeasured_lines([*self.unmeasured.items()], ", ".join)))
+        featureless = [(name, self.no_features[name]) for info in matrices if (name := info.name) in self.no_features]
+        foot = reason_lines(NO_FEATURES, featureless, ", ".join)
+        return Table(title, tuple(columns), (*foot, *reason_lines(NOT_MEASURED, [*self.unmeasured.items()], ", ".join)))
 
     def __repr__(self) -> str:
         return str(self.table())
@@ -84,4 +88,4 @@ class Roles(dict[str, str]):
         return html_table(self.table())
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.layers, self.notes, self.unmeasured)
+        return type(self), (self.layers, self.notes, self.unmeasured, self.no_features)

@@ -14,7 +14,7 @@ from spectral_monitor.reporting.content.tally import tally
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, limits, vs_typical
 from spectral_monitor.reporting.text.folding import Row, rows
 from spectral_monitor.reporting.text.gauge import gauge, scale
-from spectral_monitor.reporting.text.lines import Column, Table, printable, text_column
+from spectral_monitor.reporting.text.lines import NO_VALUE, Column, Table, printable, text_column
 
 if TYPE_CHECKING:
     from spectral_monitor.condition import Verdict
@@ -153,7 +153,7 @@ def summary_line(measurement: Measurement) -> str:
     if skipped := summary.get("skipped_updates"):
         parts.append(f"{skipped:.0f} measured step{'s' * (skipped != 1)} with NaN, inf or no update")
     if measurement.is_corrected:
-        parts.append(f"learning rates x {number_range(measurement.values['lr_multiplier'].tolist())}")
+        parts.append(f"lr x {number_range(measurement.values['lr_multiplier'].tolist())}")
     if "overhead_ms" in summary:
         parts.append(f"took {summary['overhead_ms']:.0f} ms")
     return "   ".join(parts)
@@ -167,7 +167,7 @@ def number(value: float) -> str:
         ['0', '1.2e-2', '0.46', '7.89', '45.7', '123', '1.2e4', '-']
     """
     if math.isnan(value):
-        return "-"
+        return NO_VALUE
     size = abs(value)
     if value == 0 or 0.1 <= size < 1000:
         digits = 0 if value == 0 or size >= 100 else 1 if size >= 10 else 2
