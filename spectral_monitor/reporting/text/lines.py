@@ -28,11 +28,6 @@ class Column:
     legend: str = ""  # explanation, if it needs one
     drawn: bool = False  # whether it is a picture made of characters
 
-    @property
-    def explained(self) -> str:
-        """Return the legend, with the meaning of a dash if there is one in the column."""
-        return self.legend + f" ({NO_VALUE}: not measured)" * (NO_VALUE in self.cells)
-
 
 @dataclass(frozen=True)
 class Table:
@@ -61,7 +56,9 @@ class Table:
 
     def below(self, shown: Sequence[Column], width: int | None) -> list[str]:
         """Return the lines below the rows: legends of the columns shown, the foot, and titles of columns left out."""
-        legends = [column.explained for column in shown if column.legend]
+        legends = [column.legend for column in shown if column.legend]
+        if any(NO_VALUE in column.cells for column in shown):
+            legends.append(f"{NO_VALUE}: no value")
         left_out = [column.title for column in self.columns if column not in shown]
         lines = [*legends[:1], *filter(None, ["; ".join(legends[1:])]), *self.foot]
         lines += [f"a wider table adds: {', '.join(left_out)}"] if left_out else []
