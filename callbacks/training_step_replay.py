@@ -12,8 +12,9 @@ from torch import nn
 from spectral_monitor.callbacks.lightning_packages import package_of
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.replay import Replayable, clone_tree
+from spectral_monitor.monitoring.trial_copy import training_step
 from spectral_monitor.state.rng import RandomState
-from spectral_monitor.state.serialize import pack, pack_state, put_state, unpack
+from spectral_monitor.state.serialize import pack, unpack
 from spectral_monitor.state.snapshot import preserved
 
 if TYPE_CHECKING:
@@ -32,10 +33,9 @@ class TrainingStepReplay(Replayable):
 
     def output(self) -> Any:
         """Return the output of the step."""
-        step: Any = self.module.training_step
-        arguments = (clone_tree(self.arguments), self._batch_idx)[: 2 if _takes_index(step) else 1]
+        batch = clone_tree(self.arguments)
         with self.randomness.replayed(), precisely(self.module) if self._precisely else nullcontext():
-            output = step(*arguments)
+            output = training_step(self.module, batch, self._batch_idx)
             self.drew = not self.randomness.same(RandomState.now())
         return output
 
@@ -45,9 +45,7 @@ class TrainingStepReplay(Replayable):
             "kind": "training_step",
             "batch": pack(self.arguments, "batch"),
             "batch_idx": self._batch_idx,
-            "state": pack_state(self.module),
-            "randomness": self.randomness.pack(),
-            "precisely": self._precisely,
+            **super().pack(model),
         }
 
     @classmethod
@@ -57,25 +55,12 @@ class TrainingStepReplay(Replayable):
         Raises:
             Exception: if the module is not built like the one that made it.
         """
-        with preserved(module):
-            put_state(module, packed["state"])
-            step = cls(module, unpack(packed["batch"], module.device), packed["batch_idx"])
-            step.rewind()  # later hooks do not belong to the forward
-        step.randomness = RandomState.unpack(packed["randomness"])
-        step._precisely = bool(packed.get("precisely", False))
-        return step
+        return cls._again(packed, module, unpack(packed["batch"], module.device), packed["batch_idx"])
 
 
 def can_run_again(module: pl.LightningModule) -> bool:
     """Return whether ``training_step`` can be called again with the same batch, rather than draw from an iterator."""
     return "dataloader_iter" not in inspect.signature(module.training_step).parameters
-
-
-def _takes_index(step: Any) -> bool:
-    """Return whether Lightning passes the batch's index: to a step with two arguments or one of that name."""
-    parameters = inspect.signature(step).parameters
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    return takes_any or "batch_idx" in parameters or len(parameters) >= 2
 
 
 @contextmanager

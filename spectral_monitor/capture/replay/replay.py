@@ -110,7 +110,22 @@ class Replayable(Repeatable):
         Raises:
             NotPlainError: naming a value that plain types cannot express, in the arguments or the module's state.
         """
-        raise NotImplementedError
+        return {
+            "state": pack_state(self.module),
+            "randomness": self.randomness.pack(),
+            "precisely": self._precisely,
+        }
+
+    @classmethod
+    def _again(cls: type[Forward], packed: dict[str, Any], module: nn.Module, *arguments: Any) -> Forward:
+        """Return a packed call of a module, made with the constructor's other arguments."""
+        with preserved(module):
+            put_state(module, packed["state"])
+            call = cls(module, *arguments)
+            call.rewind()  # fixes which hooks are the forward's own: hooks that are added later stay
+        call.randomness = RandomState.unpack(packed["randomness"])
+        call._precisely = bool(packed.get("precisely", False))
+        return call
 
 
 def why_not(repeatable: Repeatable) -> str:
@@ -171,10 +186,8 @@ class RootCall(Replayable):
             "module": next(name for name, module in model.named_modules() if module is self.module),
             "args": pack(tuple(self.arguments[0]), "args"),
             "kwargs": pack(dict(self.arguments[1]), "kwargs"),
-            "state": pack_state(self.module),
-            "randomness": self.randomness.pack(),
             "autocast": self._autocast.pack(),
-            "precisely": self._precisely,
+            **super().pack(model),
         }
 
     @classmethod
@@ -186,13 +199,7 @@ class RootCall(Replayable):
         """
         module = model.get_submodule(packed["module"])
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        with preserved(module):
-            put_state(module, packed["state"])
-            args, kwargs = (unpack(packed[key], device) for key in ("args", "kwargs"))
-            call = cls(module, args, kwargs)
-            call._precisely = bool(packed.get("precisely", False))
-            call.rewind()  # fixes which hooks are the forward's own: hooks that are added later stay
-        call.randomness = RandomState.unpack(packed["randomness"])
+        call = cls._again(packed, module, *(unpack(packed[key], device) for key in ("args", "kwargs")))
         call._autocast = AutocastState.unpack(packed["autocast"])
         return call
 
