@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spectral_monitor.callbacks.training_step_replay import TrainingStepReplay, can_run_again, logging_suppressed
-from spectral_monitor.capture.replay.loss_faults import LossCheck
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
 from spectral_monitor.engine.features.step_inputs import StepInputs
@@ -38,14 +37,12 @@ class BatchWatch:
         self._engine, self._due, self._harmless = engine, due, harmless
         self._overdue: frozenset[str] = frozenset()
         self._loss_scale = 1.0
-        self._loss_check = LossCheck()
         self.forget()
 
     def forget(self) -> None:
         """Drop everything about the current step."""
         self._training_step: TrainingStepReplay | None = None
         self._micro_batches: list[MicroBatch] = []
-        self._loss_check.begin()
 
     def begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Arm the engine if the optimizer steps in this batch and its step is due.
@@ -89,9 +86,7 @@ class BatchWatch:
         if not self._engine.armed:
             return
         with self._harmless("checking the inputs of the loss"):
-            self._loss_check.look(loss)
-            if self._engine.on_loss is not None:
-                self._engine.on_loss(loss)
+            self._engine.losses.look(loss)
         scaler = _scaler(trainer)
         if scaler is not None:
             self._loss_scale = float(scaler.get_scale())
@@ -125,7 +120,6 @@ class BatchWatch:
             loss_scale=self._loss_scale,
             context=partial(logging_suppressed, trainer, module),
             only_if_stepped=not automatic,
-            loss_fault=self._loss_check.fault,
         )
         measurement = self._engine.finish(trainer.global_step if automatic else _batches(trainer), step_inputs)
         self.forget()

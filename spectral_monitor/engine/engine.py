@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from spectral_monitor.capture.hooks.arrived_gradients import ArrivedGradients
 from spectral_monitor.capture.hooks.gradient_reuse import GradientReuse
 from spectral_monitor.capture.hooks.optimizer import STEPPED_AGAIN, OptimizerCapture
+from spectral_monitor.capture.replay.loss_faults import LossCheck
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.condition.findings import COMPILED_STEP
 from spectral_monitor.engine.agreement.output_layers import output_parameters
@@ -56,6 +57,8 @@ class Engine(EngineState):
         multipliers: layer index -> the factor that a correction applies to its learning rate, to be shown.
         features, attention: watch features and attention blocks in the step.
         step_loss: runs the whole step again for its loss, if that is requested by itself.
+        losses: is shown each loss of the step, before its backward pass.
+        reuse: watches for gradients of a measured step that are not cleared before the next one.
         turns: waits for optimizers that did not step in the last due step, to measure their next turn, too.
         armed: whether a step is watched.
         idle: whether no optimizer stepped in the last watched step.
@@ -99,7 +102,7 @@ class Engine(EngineState):
             check_supported(optimizers)
         self.optimizers = OptimizerCapture(optimizers, self._enter, self._before, self._ready, self._after)
         watched = self.optimizers.optimizers
-        self._reuse = GradientReuse(watched, self._guard)
+        self.reuse = GradientReuse(watched, self._guard)
         root = None if processes is None else self._wrapper
         self._arrived = ArrivedGradients(watched, root, layout.flat, gradient_norms, self._guard)
         self.features = FeatureWatch(
@@ -115,12 +118,13 @@ class Engine(EngineState):
         self.armed = self.idle = False
         self._reported: Settings | None = settings  # ``None`` if nothing of the watched step is reported
         self.multipliers: Mapping[int, float] = {}
-        self.on_loss: Callable[[Tensor], None] | None = None  # reads the graph of a loss, if requested
-        self.on_output: Callable[[Tensor], None] | None = None  # reads that of the model's output
+        self.losses = LossCheck()
+        self.on_output: Callable[[Tensor], None] | None = None  # reads the graph of the model's output, if requested
         self._clear()
 
     def _clear(self) -> None:
         self._guard.begin()
+        self.losses.begin()
         self._spacing: float | None = None  # steps to the next measured one, as rank 0 reports them
         out, facts = self._out, self._facts = RawScalars(), StepContext()
         self._stage = MatrixStage(
@@ -134,11 +138,6 @@ class Engine(EngineState):
     def calls(self) -> Sequence[RootCall]:
         """The calls of the model that were recorded in the step that is watched."""
         return self.features.capture.roots or self.step_loss.returned
-
-    @property
-    def awaits_clearing(self) -> bool:
-        """True if the next step must be watched for gradients of a measured step that are not cleared."""
-        return self._reuse.is_open
 
     def arm(self, keys: Collection[str], before_forward: Callable[[], None] = _do_nothing) -> None:
         """Register the hooks that watch the next step.
@@ -165,7 +164,7 @@ class Engine(EngineState):
             if not self.features.capture.hidden_layers:
                 self.attention.arm(self.requested)
             if self.processes is None and ("contribution" in self.requested.keys or CLEARED in keys):
-                self._reuse.arm(output_parameters(self.anatomy.layers))
+                self.reuse.arm(output_parameters(self.anatomy.layers))
             if "g" in self.requested.needs:
                 self._arrived.arm()
             self.step_loss.arm()
@@ -176,7 +175,7 @@ class Engine(EngineState):
         self.armed = False
         self.step_loss.begin(False)
         self.optimizers.disarm()
-        self._reuse.disarm()
+        self.reuse.disarm()
         self._arrived.disarm()
         self._clear()
 
@@ -229,6 +228,7 @@ class Engine(EngineState):
         facts.multipliers = self.multipliers
         settle_facts(facts, reports, step_inputs)
         facts.optimized, facts.modes = optimized_layers(self.layers, self.optimizers), self._modes.look()
+        facts.loss_fault = self.losses.fault
         if self._awaited:
             self.turns.taken(facts.stepped)
         elif len(self.optimizers.optimizers) > 1 and self._reported is not None:
@@ -328,10 +328,10 @@ class Engine(EngineState):
 
     def _ready(self, optimizer: Optimizer) -> None:
         with self._guard("reading the gradients"):
-            if (reused := self._reuse.stepping(optimizer)) is not None:
+            if (reused := self.reuse.stepping(optimizer)) is not None:
                 if self._reported is None:
-                    self._reuse.keep(optimizer, reused)
-                self._out.put(NETWORK, f"{REUSED}.{self._reuse.steps}", reused)
+                    self.reuse.keep(optimizer, reused)
+                self._out.put(NETWORK, f"{REUSED}.{self.reuse.steps}", reused)
             self._stage.ready(optimizer, self._arrived.of(optimizer))
             self.step_loss.stepping()
             self.features.ready(optimizer, partial(self.attention.watching, self.requested))
@@ -345,5 +345,5 @@ class Engine(EngineState):
         with self._guard("measuring the update"), full_precision():
             if not self._guard.failed:
                 self._stage.after(optimizer)
-            self._reuse.stepped(optimizer)
+            self.reuse.stepped(optimizer)
             self.features.capture.settled |= self._facts.stepped

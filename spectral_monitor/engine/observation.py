@@ -53,7 +53,7 @@ def settle_facts(facts: StepContext, reports: RankReports, step_inputs: StepInpu
     """Fill in the facts that follow from the reports of all processes."""
     facts.stepped, facts.unused = reports.anywhere("stepped"), reports.everywhere("unused")
     facts.accumulated, facts.loss_scale = step_inputs.accumulated, step_inputs.loss_scale * reports.batch_count
-    facts.loss_parts, facts.loss_fault = step_inputs.loss_parts, step_inputs.loss_fault
+    facts.loss_parts = step_inputs.loss_parts
     facts.closures = int(max(step.closures for step in reports.steps))
     facts.called = reports.anywhere("called")
     codes = {i: int(max(row)) for i, row in enumerate(reports.layers("hidden"))}

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.graph_replay import gradients_kept
-from spectral_monitor.capture.replay.loss_faults import LossCheck
 from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
 from spectral_monitor.capture.replay.replay import Repeatable
 from spectral_monitor.engine import STEP_LOSS, Engine, still_due
@@ -65,7 +64,6 @@ class StepWatch:
         self._replayable = False
         self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
-        self._loss_check = LossCheck()
         self.forget()
 
     def forget(self) -> None:
@@ -73,7 +71,6 @@ class StepWatch:
         self._hooks.remove(self._handles)
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
-        self._loss_check.begin()
         self._replay: LossReplay | None = None
         self._earlier: list[MicroBatch] = []
 
@@ -104,9 +101,7 @@ class StepWatch:
         if self._keys:
             self._loss = loss.detach().reshape(()).clone()
             with suppress(Exception):  # then it stays unknown
-                self._loss_check.look(loss)
-                if self._engine.on_loss is not None:
-                    self._engine.on_loss(loss.reshape(()))
+                self._engine.losses.look(loss)
             if self._replay is not None and recompute is not None:
                 self._replay.function = recompute
                 self._engine.step_loss.offer(self._replay, earlier=self._earlier)
@@ -122,12 +117,11 @@ class StepWatch:
 
     def end(self, step: int, accumulated: int, loss_parts: int) -> Measurement | None:
         """Return the measurement of the step, if it was due; arguments are those of the probe's ``end_step``."""
-        keys, loss, blocks, fault = self._keys, self._loss, self._blocks, self._loss_check.fault
+        keys, loss, blocks = self._keys, self._loss, self._blocks
         self._postponed, self._blocks = frozenset(), 1
         self.forget()
         if not keys:
             return None
         if blocks > 1:  # Accelerate has divided the loss inside its backward
             accumulated, loss = blocks, None if loss is None else loss / blocks
-        step_inputs = StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts, loss_fault=fault)
-        return self._engine.finish(step, step_inputs)
+        return self._engine.finish(step, StepInputs(loss=loss, accumulated=accumulated, loss_parts=loss_parts))

@@ -63,7 +63,7 @@ class Supervisor:
         self.began: tuple[Verdict, ...] = ()
         self._flagged: set[str] = set()
         self._graphs_read: set[bool] = set()  # for each graph, whether it was of a loss
-        engine.on_loss = self._read_graph
+        engine.losses.on_loss = self._read_graph
         self._latest_keys: frozenset[str] = frozenset()
         # A profile or the theory has a reference for every layer.
         self._has_expected_sizes = correction is not None and condition.reference == "balance"
@@ -137,7 +137,7 @@ class Supervisor:
             keys = self._latest_keys | {TURN}
         if keys and self._corrector is not None:
             self._engine.multipliers = self._corrector.by_layer()  # at the learning rates of this step
-        if self._engine.awaits_clearing:
+        if self._engine.reuse.is_open:
             keys |= {CLEARED}
         # Later steps would mistake weights that training has changed for the start.
         return keys | {START} if self._engine.start_due else keys
@@ -216,7 +216,7 @@ class Supervisor:
         is_first = not self._graphs_read
         self._graphs_read.add(is_loss)
         if is_loss:
-            self._engine.on_loss = self._engine.on_output = None
+            self._engine.losses.on_loss = self._engine.on_output = None
             if self._engine.processes is None:  # FSDP computes with parameters of its own
                 self._forgotten.watch(unregistered(output, self._engine.model))
         if self._corrector is None or not self._corrector.correction.of_peak:

@@ -74,7 +74,7 @@ def test_only_one_more_step_is_watched_for_it():
     probe, watched = SpectralProbe(net, optimizer, every_n_steps=10), []
     for step in range(1, 31):
         with probe.step():
-            watched += [step] * bool(probe._engine._reuse._handles)
+            watched += [step] * bool(probe._engine.reuse._handles)
             optimizer.zero_grad()
             F.cross_entropy(net(X), Y).backward()
             optimizer.step()

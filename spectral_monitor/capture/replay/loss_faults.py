@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -42,10 +42,12 @@ class LossCheck:
 
     Attributes:
         fault: of the step's losses; ``None`` if none was seen.
+        on_loss: takes each loss as a scalar with its graph, if somebody reads that too.
     """
 
     def __init__(self) -> None:
         self.fault: LossFault | None = None
+        self.on_loss: Callable[[Tensor], None] | None = None
         self._sequence: LossFault | None = None  # found at the first loss, because it stays
 
     def begin(self) -> None:
@@ -57,6 +59,8 @@ class LossCheck:
         if self._sequence is None:
             self._sequence = LossFault.SEQUENCE if takes_samples_for_sequence(loss) else LossFault.NONE
         self.fault = max(self.fault or LossFault.NONE, fault_of(loss), self._sequence)
+        if self.on_loss is not None:
+            self.on_loss(loss.reshape(()))
 
 
 def fault_of(loss: Tensor) -> LossFault:

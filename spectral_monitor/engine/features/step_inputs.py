@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from spectral_monitor.capture.replay.replay import Replayable, RootCall
-from spectral_monitor.measurement import LossFault
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -29,7 +28,6 @@ class StepInputs:
     loss_parts: int = 1  # losses of processes and micro-batches whose sum is the step's loss; 1 if it is their mean
     context: Context = nullcontext  # precision the replayed forward runs under, besides the autocast that was recorded
     only_if_stepped: bool = False  # measure nothing if no optimizer has stepped
-    loss_fault: LossFault | None = None  # ``None`` if the loss was not seen
 
     def training_loss(self, forward: Replayable) -> Tensor | None:
         """Return the loss of a forward; NaN if training uses another loss, or a larger one that contains it."""
