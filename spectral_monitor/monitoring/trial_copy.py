@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import Parameter
 from time import perf_counter
@@ -146,6 +146,17 @@ def training_step(model: nn.Module, batch: Any, index: int = 0) -> Any:
     return step(batch, index) if positional > 1 or Parameter.VAR_POSITIONAL in kinds else step(batch)
 
 
+def optimizers_and_schedulers(configuration: Any) -> tuple[list[Any], list[Any]]:
+    """Return the parts of what ``configure_optimizers`` returns, from any form that Lightning allows."""
+    optimizers, schedulers = configuration, list[Any]()
+    if isinstance(optimizers, Sequence) and len(optimizers) == 2 and isinstance(optimizers[0], Sequence):
+        optimizers, schedulers = optimizers
+        schedulers = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
+    items = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+    schedulers += [item["lr_scheduler"] for item in items if isinstance(item, Mapping) and "lr_scheduler" in item]
+    return [item.get("optimizer") if isinstance(item, Mapping) else item for item in items], schedulers
+
+
 class _TrainingStepModule(nn.Module):
     """A module with the children of another one, and that module's training step as its forward."""
 
@@ -176,7 +187,4 @@ def _configured(model: nn.Module) -> list[Optimizer]:
         raise ValueError(
             f"configure_optimizers fails without a trainer ({type(error).__name__}: {error}): give check an optimizer"
         ) from error
-    if isinstance(configured, tuple | list) and configured and isinstance(configured[0], list | tuple):
-        configured = configured[0]  # ([optimizers], [schedulers])
-    items = list(configured) if isinstance(configured, tuple | list) else [configured]
-    return unwrap_optimizers([item["optimizer"] if isinstance(item, Mapping) else item for item in items], model)
+    return unwrap_optimizers(optimizers_and_schedulers(configured)[0], model)

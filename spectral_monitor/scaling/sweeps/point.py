@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from spectral_monitor.layers import dissect
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.monitoring.probe import SpectralProbe
+from spectral_monitor.monitoring.trial_copy import optimizers_and_schedulers
 from spectral_monitor.parametrization.layer_position import LayerPosition, by_parameter
 from spectral_monitor.parametrization.param_groups import FAMILIES, Family, is_number
 from spectral_monitor.parametrization.rules import Parametrization
@@ -311,18 +312,11 @@ class _TrainingStep(nn.Module):
 
 
 def _optimizer_and_schedulers(configuration: Any) -> tuple[Optimizer, list[tuple[Any, int]]]:
-    """Return the optimizer, and each scheduler of steps with its interval, from any form that Lightning allows."""
-    optimizer, schedulers = configuration, list[Any]()
-    if isinstance(optimizer, Sequence) and len(optimizer) == 2 and isinstance(optimizer[0], Sequence):
-        optimizer, schedulers = optimizer
-        schedulers = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
-    if isinstance(optimizer, Sequence):
-        if len(optimizer) != 1:
-            raise SweepError(f"a sweep trains with one optimizer, got {len(optimizer)}")
-        optimizer = optimizer[0]
-    if isinstance(optimizer, Mapping):
-        schedulers += [optimizer["lr_scheduler"]] if "lr_scheduler" in optimizer else []
-        optimizer = optimizer.get("optimizer")
+    """Return the optimizer, and each scheduler of steps with its interval, from what Lightning takes."""
+    optimizers, schedulers = optimizers_and_schedulers(configuration)
+    if len(optimizers) != 1:
+        raise SweepError(f"a sweep trains with one optimizer, got {len(optimizers)}")
+    (optimizer,) = optimizers
     if not isinstance(optimizer, Optimizer):
         raise SweepError(f"a sweep needs a torch.optim.Optimizer, got a {type(optimizer).__name__}")
     of_steps = [s for s in schedulers if isinstance(s, Mapping) and s.get("interval") == "step"]
