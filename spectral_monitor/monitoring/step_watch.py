@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.registration import Hooks, Removable, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import Hooks, in_backward, in_transform
 from spectral_monitor.capture.replay.eager_pass import precisely
 from spectral_monitor.capture.replay.graph_replay import gradients_kept
 from spectral_monitor.capture.replay.loss_flow import loss_in, tensors_in
@@ -62,13 +62,12 @@ class StepWatch:
         self._postponed: frozenset[str] = frozenset()
         self._blocks = 1
         self._replayable = False
-        self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
         self.forget()
 
     def forget(self) -> None:
         """Drop everything about the current step."""
-        self._hooks.remove(self._handles)
+        self._hooks.remove()
         self._keys: frozenset[str] = frozenset()
         self._loss: Tensor | None = None
         self._replay: LossReplay | None = None
@@ -84,7 +83,7 @@ class StepWatch:
             model = self._engine.model
             self._replay = LossReplay(model) if self._engine.step_loss.wanted else None
             if self._engine.on_output is not None and not compiled_modules(model):
-                self._handles += self._hooks.add(model, model.register_forward_hook, self._returned)
+                self._hooks.add(model, model.register_forward_hook, self._returned)
 
     def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
         """Read the graph of the model's output."""

@@ -280,7 +280,7 @@ def test_steps_of_clipped_gradients_are_shortened_as_others_are():
 
 def test_no_hook_remains_on_the_graph_of_parameters():
     _, probe = looped(clip_norm)
-    assert not probe._engine._arrived._handles
+    assert not probe._engine._arrived._hooks.handles
     assert not probe._engine._arrived._norms
 
 

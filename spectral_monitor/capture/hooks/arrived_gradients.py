@@ -18,7 +18,6 @@ from spectral_monitor.capture.hooks.registration import (
     GradientHook,
     Harmless,
     Hooks,
-    Removable,
     WrappedCall,
     after_backward,
     backward_pass,
@@ -56,7 +55,6 @@ class ArrivedGradients:
     ) -> None:
         self._optimizers, self._model, self._flat = optimizers, model, flat
         self._norms_of, self._harmless = norms_of, harmless
-        self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
         self._norms: dict[Tensor, Tensor] = {}
         self._sharded: list[Tensor] = []
@@ -73,20 +71,19 @@ class ArrivedGradients:
             if is_distributed(p) or id(p) in self._flat:
                 self._sharded.append(p)
             elif p.is_leaf:
-                self._handles.append(GradientHook(p, partial(self._reaching, p)))
+                self._hooks.handles.append(GradientHook(p, partial(self._reaching, p)))
         if model is not None:
             for module in entrances(model, compiled_modules(model).values()):
                 if module is not model and not any(map(is_distributed, module.parameters(recurse=False))):
                     continue
                 if getattr(module, "_compiled_call_impl", None) is not None:
-                    self._handles.append(WrappedCall(module, lambda *_: None, self._called))
+                    self._hooks.handles.append(WrappedCall(module, lambda *_: None, self._called))
                 else:
-                    after = module.register_forward_hook
-                    self._handles += self._hooks.add(module, after, self._called, with_kwargs=True)
+                    self._hooks.add(module, module.register_forward_hook, self._called, with_kwargs=True)
 
     def disarm(self) -> None:
         """Remove the hooks and forget the norms; safe to call at any time."""
-        self._hooks.remove(self._handles)
+        self._hooks.remove()
         self._norms.clear()
         self._sharded.clear()
         self._reached.clear()
@@ -96,7 +93,7 @@ class ArrivedGradients:
         if in_backward() or in_transform():
             return
         with self._harmless("the end of a module's forward pass"):
-            self._handles += [x.register_hook(self._begun) for x in tensors_in(output) if x.grad_fn is not None]
+            self._hooks.handles += [x.register_hook(self._begun) for x in tensors_in(output) if x.grad_fn is not None]
 
     def _reaching(self, p: Tensor, *_: Any) -> None:
         self._reached[p] = backward_pass()

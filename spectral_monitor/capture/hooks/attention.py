@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.registration import Harmless, Hooks, Removable, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import Harmless, Hooks, in_backward, in_transform
 from spectral_monitor.capture.row_sampling import GuardedTensor, first_tensor
 from spectral_monitor.layers.attention import AttentionBlock
 from spectral_monitor.state.dtensor import local_part
@@ -62,8 +62,8 @@ class AttentionCapture:
         self._modules = modules
         self._show = show
         self._harmless = harmless
-        self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
+        self._hooks_aside: Hooks[nn.Module] = Hooks()  # modules that are compiled in the step are seen there
         self._calls: dict[int, AttentionCall] = {}
         self.open = False
 
@@ -71,10 +71,10 @@ class AttentionCapture:
         """Register the hooks; ``aside``: for an eager pass beside the step."""
         self.disarm()
         self.open = True
-        hooks = Hooks[nn.Module]() if aside else self._hooks
+        hooks = self._hooks_aside if aside else self._hooks
         for block in self._blocks:
             before, after = block.module.register_forward_pre_hook, block.module.register_forward_hook
-            self._handles += hooks.add(block.module, before, partial(self._enter, block), with_kwargs=True)
+            hooks.add(block.module, before, partial(self._enter, block), with_kwargs=True)
             parts: dict[int, tuple[nn.Module, list[str]]] = {}
             for name in ("query", "key", "value"):
                 projection = getattr(block, name)
@@ -84,22 +84,23 @@ class AttentionCapture:
             for name, norm in zip(("query_norm", "key_norm"), block.norms or (), strict=False):
                 parts[id(norm)] = (norm, [name])
             for module, names in parts.values():
-                self._handles += hooks.add(module, module.register_forward_hook, partial(self._record, block, names))
+                hooks.add(module, module.register_forward_hook, partial(self._record, block, names))
             if block.output is not None:
                 before_output = block.output.register_forward_pre_hook
-                self._handles += hooks.add(block.output, before_output, partial(self._record, block, ["output"]))
+                hooks.add(block.output, before_output, partial(self._record, block, ["output"]))
             leave = partial(self._leave, block)
-            self._handles += hooks.add(block.module, after, leave, with_kwargs=True, always_call=True)
+            hooks.add(block.module, after, leave, with_kwargs=True, always_call=True)
 
     @property
     def armed(self) -> bool:
         """True if hooks are registered."""
-        return bool(self._handles)
+        return bool(self._hooks.handles or self._hooks_aside.handles)
 
     def disarm(self) -> None:
         """Remove the hooks and drop every tensor; safe to call at any time."""
         self.open = False
-        self._hooks.remove(self._handles)
+        self._hooks.remove()
+        self._hooks_aside.remove()
         self._calls.clear()
 
     def _enter(self, block: AttentionBlock, module: nn.Module, args: Any, kwargs: Any) -> None:

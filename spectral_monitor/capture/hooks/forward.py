@@ -16,7 +16,6 @@ from spectral_monitor.capture.hooks.registration import (
     GradientHook,
     Harmless,
     Hook,
-    Hooks,
     Removable,
     WrappedCall,
     ancestors,
@@ -67,7 +66,6 @@ class FeatureCapture(CallRecorder):
         called = {i: layer for i, layer in layers.items() if layer.module is not None}
         super().__init__(called, max_rows, harmless)
         self._entrances = entrances
-        self._hooks: Hooks[nn.Module] = Hooks()
         self._sees_layers = False
         self._parameters: dict[int, tuple[nn.Parameter | None, ...]] = {}
         self.refined = refined
@@ -106,14 +104,14 @@ class FeatureCapture(CallRecorder):
         self._parameters = {i: tuple(module._parameters.values()) for i, module in self._hooked.items() if self.refined}
         for i, module in self._hooked.items() if self._sees_layers else ():
             hook = partial(self._called, i)
-            self._handles += self._hooks.add(module, module.register_forward_hook, hook, with_kwargs=True)
-        self._handles += self._weight_hooks() if self.watch_weights else []
-        self._handles += self._table_hooks() if self.hidden_layers or self.refined else []
+            self._hooks.add(module, module.register_forward_hook, hook, with_kwargs=True)
+        self._hooks.handles += self._weight_hooks() if self.watch_weights else []
+        self._hooks.handles += self._table_hooks() if self.hidden_layers or self.refined else []
         for module in self._roots:
             if getattr(module, "_compiled_call_impl", None) is not None:
-                self._handles.append(WrappedCall(module, self._enter, self._leave))
+                self._hooks.handles.append(WrappedCall(module, self._enter, self._leave))
             else:
-                self._handles += self._hooks.add_around(module, self._enter, self._leave)
+                self._hooks.add_around(module, self._enter, self._leave)
 
     @property
     def inlined(self) -> bool:
@@ -172,7 +170,7 @@ class FeatureCapture(CallRecorder):
 
     def disarm(self) -> None:
         """Remove the hooks and drop every tensor; safe to call at any time."""
-        self._hooks.remove(self._handles)
+        self._hooks.remove()
         self._parameters, self._sees_layers = {}, False
         self.begin()
 
@@ -244,10 +242,10 @@ class FeatureCapture(CallRecorder):
             root, self._root = self._root, None
             if root.reached or self.hidden_layers:
                 with self._harmless("the end of the forward pass"):
-                    self._handles += root.keep_loss(output, watch=self.watch_losses)
+                    self._hooks.handles += root.keep_loss(output, watch=self.watch_losses)
                     if self.hidden_layers or (self.refined and root.halves):
                         root.returned = OutputGradients(output, self._arriving)
-                        self._handles += root.returned.handles
+                        self._hooks.handles += root.returned.handles
                         root.drew = not root.randomness.same(RandomState.now())
                     self.weights = weight_versions(self._watched)
                 self.roots.append(root)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from spectral_monitor.capture.hooks.registration import Hooks, Removable
+from spectral_monitor.capture.hooks.registration import Hooks
 
 Moment = Callable[[Optimizer], None]
 Closure = Callable[..., Any]
@@ -48,7 +48,6 @@ class OptimizerCapture:
         self._before = before
         self._ready = ready
         self._after = after
-        self._handles: list[Removable] = []
         self._hooks: Hooks[Optimizer] = Hooks()
         self._depth: dict[int, int] = {}
         self._before_called: set[int] = set()
@@ -71,12 +70,12 @@ class OptimizerCapture:
         for optimizer in self.optimizers:
             for part in (optimizer, *_inner(optimizer)):
                 enter, leave = partial(self._enter, optimizer), partial(self._leave, optimizer)
-                self._handles += self._hooks.add(optimizer, part.register_step_pre_hook, enter)
-                self._handles += self._hooks.add(optimizer, part.register_step_post_hook, leave)
+                self._hooks.add(optimizer, part.register_step_pre_hook, enter)
+                self._hooks.add(optimizer, part.register_step_post_hook, leave)
 
     def disarm(self) -> None:
         """Remove the hooks; safe to call at any time."""
-        self._hooks.remove(self._handles)
+        self._hooks.remove()
 
     def _enter(self, optimizer: Optimizer, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         key = id(optimizer)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.hooks.registration import Harmless, Removable, backward_pass, in_transform
+from spectral_monitor.capture.hooks.registration import Harmless, Hooks, backward_pass, in_transform
 from spectral_monitor.capture.records.assumption_checks import CHECKED, Checks, is_linear
 from spectral_monitor.capture.records.calls import Call
 from spectral_monitor.capture.replay.batch_slicing import BatchSlice
@@ -76,7 +76,7 @@ class CallRecorder:
         self.layers = dict(layers)
         self._max_rows = max_rows
         self._harmless = harmless
-        self._handles: list[Removable] = []
+        self._hooks: Hooks[nn.Module] = Hooks()
         self.checks: Checks | None = None
         self.traced = False
         self._watchers: tuple[Watcher, ...] | None = None  # of a repeated forward that is under way
@@ -250,7 +250,7 @@ class CallRecorder:
             call.watched = True
             if self._beside_step:
                 call.arrival = Arrival(out)
-            self._handles.append(out.register_hook(partial(self._gradient, i, call)))
+            self._hooks.handles.append(out.register_hook(partial(self._gradient, i, call)))
 
     def _arriving(self) -> bool:
         """Record that a gradient arrives; return whether it belongs to the step."""

@@ -52,9 +52,13 @@ class Hook:
 class Hooks(Generic[Owner]):
     """Registers hooks on modules or optimizers, but not on those that were called inside compiled code: each new hook
     would force a recompilation.
+
+    Attributes:
+        handles: of all registrations; others that end with them may be added.
     """
 
     def __init__(self) -> None:
+        self.handles: list[Removable] = []
         self._compiled_earlier: set[Owner] = set()
         self._live: list[tuple[Owner, Hook]] = []
 
@@ -65,8 +69,8 @@ class Hooks(Generic[Owner]):
 
     def add(
         self, owner: Owner, register: Callable[..., Removable], function: Callable[..., Any], **options: Any
-    ) -> list[Removable]:
-        """Register a function; return the handle, or no handle for an owner whose calls are compiled.
+    ) -> None:
+        """Register a function, unless calls of the owner are compiled.
 
         Args:
             owner: the module or optimizer whose calls are seen.
@@ -74,24 +78,22 @@ class Hooks(Generic[Owner]):
             function: called by the hook.
             options: for ``register``.
         """
-        if owner in self._compiled_earlier:
-            return []
-        self._live.append((owner, hook := Hook(function)))
-        return [register(hook, **options)]
+        if owner not in self._compiled_earlier:
+            self._live.append((owner, hook := Hook(function)))
+            self.handles.append(register(hook, **options))
 
-    def add_around(self, module: Any, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[Removable]:
-        """Register two functions around the calls of a module; return the handles.
+    def add_around(self, module: Any, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+        """Register two functions around the calls of a module.
 
         ``enter`` comes first, to see the arguments before the user's own pre-hooks change them.
         """
-        before, after = module.register_forward_pre_hook, module.register_forward_hook
-        entering = self.add(module, before, enter, prepend=True, with_kwargs=True)
-        return [*entering, *self.add(module, after, leave, with_kwargs=True, always_call=True)]
+        self.add(module, module.register_forward_pre_hook, enter, prepend=True, with_kwargs=True)
+        self.add(module, module.register_forward_hook, leave, with_kwargs=True, always_call=True)
 
-    def remove(self, handles: list[Removable]) -> None:
-        """Remove these registrations and forget all hooks, but not which owners' calls are compiled."""
-        while handles:
-            handles.pop().remove()
+    def remove(self) -> None:
+        """Remove all registrations and forget all hooks, but not which owners' calls are compiled."""
+        while self.handles:
+            self.handles.pop().remove()
         self._compiled_earlier = self.compiled
         self._live.clear()
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spectral_monitor.capture.hooks.registration import Harmless, Hooks, Removable, in_backward, in_transform
+from spectral_monitor.capture.hooks.registration import Harmless, Hooks, in_backward, in_transform
 from spectral_monitor.capture.replay.replay import RootCall
 
 
@@ -22,7 +22,6 @@ class ReturnedLosses:
         """``harmless``: entered around the work of hooks."""
         self._model, self._harmless = model, harmless
         self.calls: list[RootCall] = []
-        self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
         self._depth = 0
         self._open: RootCall | None = None
@@ -30,11 +29,11 @@ class ReturnedLosses:
     def arm(self) -> None:
         """Register the hooks."""
         self.disarm()
-        self._handles += self._hooks.add_around(self._model, self._enter, self._leave)
+        self._hooks.add_around(self._model, self._enter, self._leave)
 
     def close(self) -> None:
         """Remove the hooks before the optimizer steps, but keep the calls."""
-        self._hooks.remove(self._handles)
+        self._hooks.remove()
 
     def disarm(self) -> None:
         """Remove the hooks and drop the calls; safe to call at any time."""
@@ -56,6 +55,6 @@ class ReturnedLosses:
         if self._depth == 0 and self._open is not None:
             call, self._open = self._open, None
             with self._harmless("the end of the forward pass"):
-                self._handles += call.keep_loss(output)
+                self._hooks.handles += call.keep_loss(output)
                 if call.flow is not None:
                     self.calls.append(call)
