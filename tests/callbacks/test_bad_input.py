@@ -313,3 +313,17 @@ def test_an_unused_layer_has_a_row_of_reasons():
                 assert "not used" in m.why(key, "net.0") or "not called" in m.why(key, "net.0"), key
             assert math.isfinite(m.value(key, "net.1")) or m.why(key, "net.1"), key
         assert m.summary["skipped_updates"] == 0
+
+
+def test_a_step_without_an_index_is_run_again_without_one():
+    class InParts(zoo.Classifier):
+        def training_step(self, batch, *, smoothing=0.1):  # called in parts, so the whole step is run again
+            first, *others = self.net
+            x = first(batch[0])
+            for module in others:
+                x = module(x)
+            return nn.functional.cross_entropy(x, batch[1], label_smoothing=smoothing)
+
+    monitor = SpectralMonitor(every_n_steps=1)
+    fit(monitor, InParts())
+    assert all(m.value("feature_change", "net.0") > 0 for m in monitor.measurements)
