@@ -38,7 +38,7 @@ class BatchWatch:
         self._engine, self._due, self._harmless = engine, due, harmless
         self._overdue: frozenset[str] = frozenset()
         self._loss_scale = 1.0
-        self._loss_check = LossCheck()
+        self._loss_check = LossCheck(reads_targets=engine.processes is None)
         self.forget()
 
     def forget(self) -> None:

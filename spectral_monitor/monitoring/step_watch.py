@@ -65,7 +65,7 @@ class StepWatch:
         self._replayable = False
         self._handles: list[Removable] = []
         self._hooks: Hooks[nn.Module] = Hooks()
-        self._loss_check = LossCheck()
+        self._loss_check = LossCheck(reads_targets=engine.processes is None)
         self.forget()
 
     def forget(self) -> None:

@@ -314,6 +314,8 @@ _LOSS_FAULTS = {
     "classes come last, dim=-1",
     LossFault.SEQUENCE: "recurrent or attention modules take the samples of the batch for the steps of a sequence: set "
     "batch_first=True where the samples come first, or swap the first two dimensions",
+    LossFault.TARGETS: "a binary cross entropy gets targets far from 0 to 1, such as classes 1 and 2, labels -1 and 1 "
+    "or masks up to 255, so its loss falls without end: give it targets between 0 and 1",
 }
 """Fault of a loss's input -> a sentence on it."""
 
