@@ -202,7 +202,7 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
 
 
 def _eps(finding: Finding, network: Network, history: History) -> Explanation:
-    eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
+    eps = max((row.settings.eps for row in network.typical if row.settings.eps > 0), default=math.nan)
     if network.clip_factor < 1 < network.over_eps:
         clip, remedy = short(1 / network.clip_factor), Remedy("check")
         advice = (
@@ -223,7 +223,7 @@ def _eps(finding: Finding, network: Network, history: History) -> Explanation:
 
 
 def _momentum(finding: Finding, network: Network, history: History) -> Explanation:
-    settings = max((row.settings for row in network.peers), key=lambda settings: settings.momentum)
+    settings = max((row.settings for row in network.typical), key=lambda settings: settings.momentum)
     momentum, span = settings.momentum, 1 / (1 - settings.momentum)
     sentence = (
         f"momentum {momentum:g} averages gradients over about {short(span)} steps, so most of them are out of date: "
