@@ -78,7 +78,7 @@ class WholeNetwork(Memory):
         """The facts about the run so far that explanations need."""
         pace, outputs = self._pace, self._outputs
         paces, starts = (pace.pace, pace.first_pace), (self.huge_at_start, outputs.small_gain)
-        return History(*paces, outputs.large_outputs, pace.fastest, self.bad_batch, *starts)
+        return History(*paces, outputs.large_outputs, pace.fastest, self.bad_batch, *starts, self.gain)
 
     def findings(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Yield the findings on the network at a measurement, healthy or not."""
