@@ -134,6 +134,12 @@ class Network:
         return tuple(row for row in self.rows if row.dense and row.name in self.compared)
 
     @cached_property
+    def typical(self) -> tuple[Row, ...]:
+        """Operators and readouts; the embeddings of a network that has nothing else, such as word2vec."""
+        rows = self.peers if any(row.dense for row in self.rows) else self.rows
+        return tuple(row for row in rows if row.name in self.compared)
+
+    @cached_property
     def moved_by_rate(self) -> tuple[Row, ...]:
         """Peers whose steps follow from a learning rate."""
         return tuple(row for row in self.peers if not row.settings.sizes_own_steps)

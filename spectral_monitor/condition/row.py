@@ -170,9 +170,12 @@ class Row:
     def size(self) -> float:
         """The size of the update, in units in which healthy layers of one optimizer take similar steps.
 
-        Under optimizers like Adam it is the RMS entry, about the learning rate. Otherwise it is the natural norm over
+        Under optimizers like Adam it is the RMS entry, about the learning rate; for an embedding that of the largest
+        row, because rows without a gradient stay still. Otherwise it is the natural norm over
         the square root of the number of inputs, taps included: relative to weights as usually initialized.
         """
+        if self.info.role == "embedding":
+            return self.get("update_natural")
         entries = self.get("update_fro") / math.sqrt(self.info.fan_out * self.info.fan_in * self.taps)
         if self.settings.family == "adam" and not math.isnan(entries):
             return entries

@@ -118,7 +118,7 @@ class Engine(EngineState):
         self.armed = self.idle = False
         self._reported: Settings | None = settings  # ``None`` if nothing of the watched step is reported
         self.multipliers: Mapping[int, float] = {}
-        self.losses = LossCheck()
+        self.losses = LossCheck(reads_targets=processes is None)
         self.on_output: Callable[[Tensor], None] | None = None  # reads the graph of the model's output, if requested
         self._clear()
 

@@ -57,6 +57,7 @@ RIGHT = {
     "binary cross entropy": lambda: F.binary_cross_entropy(logits().sigmoid(), ONES),
     "binary cross entropy with logits": lambda: F.binary_cross_entropy_with_logits(logits(), ONES),
     "focal loss": lambda: focal(logits()),
+    "logsigmoid of differences": lambda: -F.logsigmoid(logits()[:, 0] - logits()[:, 1]).mean(),
     "squared error of probabilities": lambda: F.mse_loss(logits().softmax(-1), ONES),
     "distillation": lambda: F.kl_div(logits().log_softmax(-1), logits().softmax(-1).detach(), reduction="sum"),
     "capped logits": lambda: F.cross_entropy(30 * (logits() / 30).tanh(), Y),
@@ -79,6 +80,7 @@ WRONG = {
     "with other losses": lambda: (F.cross_entropy(logits().softmax(-1), Y) + 0.1 * logits().square().mean()) / 4,
     "logits that a ReLU has cut": lambda: F.cross_entropy(logits().relu(), Y),
     "two sigmoids": lambda: F.binary_cross_entropy_with_logits(logits().sigmoid(), ONES),
+    "a sigmoid before logsigmoid, as in losses of pairs": lambda: -F.logsigmoid(logits().sigmoid()).mean(),
     "nll_loss of logits": lambda: F.nll_loss(logits(), Y),
     "nll_loss of probabilities": lambda: F.nll_loss(logits().softmax(-1), Y),
     "ctc_loss of logits": lambda: ctc(sequence()),
@@ -282,3 +284,52 @@ def test_the_sequences_are_looked_for_once_and_stay():
     check.begin()
     check.look(F.cross_entropy(logits(), Y))
     assert check.fault == LossFault.SEQUENCE
+
+
+LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+UNFIT_TARGETS = {
+    "masks up to 255": 255 * LABELS,
+    "classes 1 and 2": LABELS + 1,
+    "labels -1 and 1": 2 * LABELS - 1,
+}
+FIT_TARGETS = {
+    "labels": LABELS,
+    "probabilities": torch.linspace(0, 1, 6),
+    "smoothed with noise, as in GANs": torch.tensor([-0.1, 1.2, 0.7, 0.3, 0.0, 1.1]),
+}
+
+
+def binary(targets, late=False):
+    losses = F.binary_cross_entropy_with_logits(nn.Linear(4, 1)(torch.ones(6, 4))[:, 0], targets)
+    loss = losses + 0.1 * torch.zeros(3, requires_grad=True).square().sum()
+    if late:
+        loss.backward()
+    return loss
+
+
+def fault_at(loss, **options):
+    check = LossCheck(**options)
+    check.begin()
+    check.look(loss)
+    return check.fault
+
+
+@pytest.mark.parametrize("targets", UNFIT_TARGETS.values(), ids=UNFIT_TARGETS)
+def test_targets_that_are_no_probabilities(targets):
+    assert fault_at(binary(targets)) == LossFault.TARGETS
+    assert fault_at(binary(targets, late=True)) == LossFault.NONE, "the graph has lost them"
+    assert fault_at(binary(targets), reads_targets=False) == LossFault.NONE, "they differ between processes"
+    assert fault_at(F.mse_loss(torch.zeros(6, requires_grad=True), targets)) == LossFault.NONE
+
+
+@pytest.mark.parametrize("targets", FIT_TARGETS.values(), ids=FIT_TARGETS)
+def test_targets_that_are_probabilities(targets):
+    assert fault_at(binary(targets)) == LossFault.NONE
+
+
+def test_targets_are_read_once_and_stay_unfit():
+    check = LossCheck()
+    for targets in (255 * LABELS, LABELS):
+        check.begin()
+        check.look(binary(targets))
+        assert check.fault == LossFault.TARGETS

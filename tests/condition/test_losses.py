@@ -40,7 +40,7 @@ def test_a_run_that_diverges_keeps_the_cause_that_was_there_before():
 
 @pytest.mark.parametrize(
     ("distance", "outputs", "named"),
-    [(24.0, 0.3, False), (38.0, 0.3, True), (24.0, 0.0, False), (500.0, 50.0, False), (3000.0, 50.0, True)],
+    [(9.0, 0.3, False), (11.0, 0.3, True), (9.0, 0.0, False), (400.0, 50.0, False), (600.0, 50.0, True)],
 )
 def test_targets_are_held_against_the_outputs_or_against_one(distance, outputs, named):
     assert ("target_scale" in told(distances(distance, outputs))[0]) == named

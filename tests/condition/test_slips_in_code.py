@@ -84,6 +84,8 @@ def test_it_is_told_at_the_first_measurement(train, make, causes):
         (lambda logits: F.nll_loss(logits.log_softmax(0), Y), "pass dim=1"),
         (lambda logits: F.nll_loss(logits, Y), "pass logits"),
         (lambda logits: F.mse_loss(logits[:, 0], X[:, 0]), None),
+        (lambda logits: F.binary_cross_entropy_with_logits(logits[:, 0], 255.0 * Y.eq(0)), "targets between 0 and 1"),
+        (lambda logits: F.binary_cross_entropy_with_logits(logits[:, 0], 1.0 * Y.eq(0)), None),
     ],
 )
 def test_the_advice_on_a_loss(loss_of, advice):

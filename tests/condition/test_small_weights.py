@@ -106,3 +106,37 @@ def test_samples_that_are_all_alike_are_not_the_weights_fault():
         with training_step(probe, optimizer):
             functional.cross_entropy(model(torch.ones(64, WIDTH)), torch.arange(64) % 10).backward()
         assert not any(root.cause == "weights_too_small" for root in probe.latest.roots)
+
+
+def roots_of(factor, optimizer, lr, **options):
+    """The roots on the network over 100 steps in a shallow network, which lets the samples through."""
+    model = network(factor, depth=3)
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr, **options)
+    probe = SpectralProbe(model, optimizer, mode="observe", max_overhead=None)
+    for _ in range(100):
+        x = torch.randn(64, WIDTH)
+        with training_step(probe, optimizer):
+            functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+    return [root for latest in probe.measurements for root in latest.roots if root.layer == "network"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "optimizer", "lr", "causes", "symptom"),
+    [
+        (0.1, "Adam", 0.01, {"weights_too_small"}, "weights have moved by"),
+        (1.0, "Adam", 0.01, set(), None),
+        (0.1, "SGD", 0.01, {"weights_too_small"}, "steps are small"),
+        (1.0, "SGD", 0.01, {"rates_too_small"}, "largest steps so far"),
+        (0.1, "Adam", 3.0, {"rates_too_large", "diverged"}, "steps are too large"),
+    ],
+)
+def test_steps_that_do_not_suit_small_weights_are_the_weights_fault(factor, optimizer, lr, causes, symptom):
+    """Unless steps are too large for usual weights as well."""
+    roots = roots_of(factor, optimizer, lr)
+    assert bool(roots) == bool(causes)
+    assert {root.cause for root in roots} <= causes
+    assert symptom is None or any(symptom in root.sentence for root in roots)
+    for root in roots:
+        if root.cause == "weights_too_small":
+            assert root.remedy.value == pytest.approx(10, rel=0.1)
+            assert "by about 10" in root.sentence

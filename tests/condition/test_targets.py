@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import SpectralConditionWarning, SpectralMonitor, SpectralProbe, check
+from spectral_monitor.condition import Judge, SpectralCondition
+from tests.condition.synthetic import measured
 from tests.one_step import training_step
 
 X = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
@@ -111,3 +113,60 @@ def test_the_check_before_a_long_job_finds_them():
     found = check(model, (X, 1000 * Y), torch.optim.Adam(model.parameters(), 1e-3), F.mse_loss)
     assert "standardize targets" in str(found)
     assert "standardize" not in str(check(model, (X, Y), torch.optim.Adam(model.parameters(), 1e-3), F.mse_loss))
+
+
+def regression(shift):
+    """The roots of the first steps of a regression whose targets have variance 1 and this mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, mode="observe", max_overhead=None)
+    for _ in range(4):
+        x = torch.randn(64, 8)
+        with training_step(probe, optimizer):
+            loss = F.mse_loss(model(x), x[:, :1] + shift)
+            probe.report_loss(loss)
+            loss.backward()
+    return {root.cause for root in probe.latest.roots}
+
+
+@pytest.mark.parametrize(("shift", "causes"), [(0.0, set()), (4.0, set()), (25.0, {"target_scale"})])
+def test_targets_whose_mean_is_far_from_0(shift, causes):
+    """Such a regression ends at many times the loss that it reaches with standardized targets."""
+    assert regression(shift) == causes
+
+
+def test_a_loss_with_an_unfit_input_tells_nothing_about_targets():
+    far = {"loss": 1.0, "loss_distance": 30.0}
+    for fault, cause in ((0.0, "target_scale"), (1.0, "loss_input")):
+        (verdict,) = Judge(SpectralCondition()).judge(measured(1, summary=far | {"unfit_loss_input": fault}))
+        assert verdict.cause == cause
+
+
+class ActorAndCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.critic, self.actor = (
+            nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, outputs))
+            for outputs in (1, 4)
+        )
+
+    def forward(self, x):
+        return self.critic(x), self.actor(x)
+
+
+def test_a_loss_with_a_part_without_gradients_tells_nothing_about_targets():
+    """The loss of the critic, which is detached by mistake, does not depend on the outputs that are known."""
+    model = ActorAndCritic()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, mode="observe", max_overhead=None)
+    for _ in range(8):
+        x = torch.randn(64, 8)
+        with training_step(probe, optimizer):
+            values, logits = model(x)
+            loss = F.cross_entropy(logits, x[:, :4].argmax(1)) + F.mse_loss(values.detach(), 6 + x[:, :1])
+            probe.report_loss(loss)
+            loss.backward()
+    assert probe.latest.summary["loss_distance"] > 10
+    assert {root.cause for root in probe.latest.roots} == {"dead"}

@@ -10,17 +10,19 @@ from torch import Tensor
 
 from spectral_monitor.capture.replay.loss_graph import before_shapes, edges, kind_of
 from spectral_monitor.measurement import LossFault
+from spectral_monitor.state.dtensor import local_part
 
 BOUNDED = ("Softmax", "Sigmoid", "Tanh", "Relu")
 RAW = (*BOUNDED, "Addmm", "Mm", "Bmm", "Convolution")
 UNFIT = {
     "LogSoftmax": BOUNDED,
     "BinaryCrossEntropyWithLogits": BOUNDED,
+    "LogSigmoid": ("Sigmoid", "Softmax"),
     "NllLoss": RAW,
     "NllLoss2D": RAW,
     "CtcLoss": RAW,
 }
-"""Node of a loss -> nodes whose outputs do not fit it: the first two take logits, the others log-probabilities."""
+"""Node of a loss -> nodes whose outputs do not fit it: the first three take logits, the others log-probabilities."""
 ENTRYWISE = ("Pow", "Abs", "Mul", "Div", "Sub", "MseLoss", "SmoothL1Loss", "HuberLoss")
 """Nodes between a loss's mean and its differences of outputs and targets."""
 LOG_LOSSES = ("NllLoss", "NllLoss2D")
@@ -31,6 +33,10 @@ ATTENTION = ("Softmax", "SafeSoftmax")
 """Nodes of attention weights, (..., L, L)."""
 RECURRENT = {"MkldnnRnnLayer": False, "CudnnRnn": True, "MiopenRnn": True}
 """Node of a recurrent layer, (L, N, C) -> whether it is (N, L, C) with ``batch_first=True``."""
+BINARY = ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
+"""Nodes of losses whose targets are probabilities."""
+TARGETS = (-0.5, 1.5)
+"""Targets outside of this range are no probabilities; noise that smooths targets takes them a little beyond 0 and 1."""
 MAX_NODES = 200
 """Nodes of a loss that are searched for inputs that do not fit."""
 MAX_STEP_NODES = 60
@@ -40,27 +46,42 @@ MAX_STEP_NODES = 60
 class LossCheck:
     """Looks for faults of the losses of a step.
 
+    Args:
+        reads_targets: whether to look at the targets, which differ between processes.
+
     Attributes:
-        fault: of the step's losses; ``None`` if none was seen.
         on_loss: takes each loss as a scalar with its graph, if somebody reads that too.
     """
 
-    def __init__(self) -> None:
-        self.fault: LossFault | None = None
+    def __init__(self, reads_targets: bool = True) -> None:
         self.on_loss: Callable[[Tensor], None] | None = None
-        self._sequence: LossFault | None = None  # found at the first loss, because it stays
+        self._of_step: LossFault | None = None
+        self._lasting: LossFault | None = None  # found at the first loss, because it stays
+        self._reads_targets = reads_targets
+        self._unfit: list[Tensor] = []  # for each binary cross entropy of the first loss, whether targets do not fit
 
     def begin(self) -> None:
         """Begin a step."""
-        self.fault = None
+        self._of_step = None
 
     def look(self, loss: Tensor) -> None:
-        """Look at a loss before its backward pass."""
-        if self._sequence is None:
-            self._sequence = LossFault.SEQUENCE if takes_samples_for_sequence(loss) else LossFault.NONE
-        self.fault = max(self.fault or LossFault.NONE, fault_of(loss), self._sequence)
+        """Look at a loss before its backward pass; wait for no device."""
+        if self._lasting is None:
+            self._lasting = LossFault.SEQUENCE if takes_samples_for_sequence(loss) else LossFault.NONE
+            self._unfit = unfit_targets(loss) if self._reads_targets else []
+        self._of_step = max(self._of_step or LossFault.NONE, fault_of(loss))
         if self.on_loss is not None:
             self.on_loss(loss.reshape(()))
+
+    @property
+    def fault(self) -> LossFault | None:
+        """The fault of the step's losses; ``None`` if none was seen."""
+        if self._of_step is None:
+            return None
+        if any(bool(unfit) for unfit in self._unfit):
+            self._lasting = LossFault.TARGETS
+        self._unfit = []
+        return max(self._of_step, self._lasting or LossFault.NONE)
 
 
 def fault_of(loss: Tensor) -> LossFault:
@@ -105,6 +126,28 @@ def fault_of(loss: Tensor) -> LossFault:
     if compares_all:  # on purpose, as a distance between distributions does
         faults.discard(LossFault.ALL_PAIRS)
     return max(faults)
+
+
+def unfit_targets(loss: Tensor) -> list[Tensor]:
+    """Return, for each binary cross entropy of a loss, whether some target is far from 0 to 1; a single bool each.
+
+    Such a loss has no minimum. The list is empty once a backward pass has freed the targets.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import functional as F
+        >>> logits, labels = torch.zeros(2, requires_grad=True), torch.tensor([0.0, 1.0])
+        >>> losses = [F.binary_cross_entropy_with_logits(logits, factor * labels) for factor in (1, 255)]
+        >>> [unfit.item() for loss in losses for unfit in unfit_targets(loss)]
+        [False, True]
+    """
+    nodes = {loss.grad_fn, *(node for _, _, node in edges(loss.grad_fn))}
+    try:
+        targets = [local_part(node._saved_target) for node in nodes if kind_of(node) in BINARY]
+    except RuntimeError:
+        return []
+    low, high = TARGETS
+    return [((target < low) | (target > high)).any() for target in targets]
 
 
 def _is_over_samples(node: Any) -> bool:

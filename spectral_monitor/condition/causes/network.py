@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES, Explanation
-from spectral_monitor.condition.causes.outputs import USUAL_GAIN, collapsed, too_small_to_differ, vanish
+from spectral_monitor.condition.causes.outputs import USUAL_GAIN, began_small, collapsed, too_small_to_differ, vanish
 from spectral_monitor.condition.causes.silent import forgotten, frozen
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import GAINS, Network
@@ -53,6 +53,7 @@ class History(NamedTuple):
     bad_batch: bool = False  # whether no layer's outputs were finite once although weights were
     huge_at_start: str = ""  # a sentence on outputs that were far too large before the first step; empty if none were
     small_gain: float = 0.0  # median gain of initial weights that were too small for outputs to differ; 0 for others
+    gain: float = 0.0  # gain of the median layer's initial weights; 0 if unknown
 
 
 def of_network(finding: Finding, network: Network, history: History) -> Explanation:
@@ -104,8 +105,10 @@ def _spared(finding: Finding, network: Network) -> tuple[str, ...]:
 
 
 def _too_large(finding: Finding, network: Network, history: History) -> Explanation:
-    symptom, pace = _symptom(finding, network), history.pace
-    low, high = ONE_WAY
+    symptom, pace, (low, high) = _symptom(finding, network), history.pace, ONE_WAY
+    of_weights = finding.quantity == "drift_ratio" and finding.ratio * history.gain < USUAL_GAIN
+    if of_weights and (small := began_small(symptom, history.gain)):
+        return small
     if finding.quantity == "drift_ratio" and 0 < pace < ORDINARY and low < finding.value / (pace * network.step) < high:
         return Explanation(
             "one_direction",
@@ -154,6 +157,9 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
             f"{short(gain)} or more: divide initial weights by about {short(gain / USUAL_GAIN)}",
             Remedy("scale_weights", (), USUAL_GAIN / gain),
         )
+    sgd = any(row.settings.family == "sgd" for row in network.peers)  # only its steps depend on the size of gradients
+    if sgd and (small := began_small("steps are small, because gradients pass through small weights", history.gain)):
+        return small
     limit = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
     rows = [row for row in network.peers if not finding.layers or row.name in finding.layers]
     normalized = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in rows)
@@ -161,8 +167,7 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     factor = min(most, float(f"{max(min(SLOWEST / finding.value, limit), 2.0):.1g}"))
     times = f"{factor:.0f} or more" if factor == most else f"about {factor:.0f}"
     advice = f"multiply {_rates(finding, network)} by {times}"
-    # Only steps of SGD depend on the size of gradients.
-    if any(row.settings.family == "sgd" for row in rows) and network.clip_factor < MOSTLY_CLIPPED:
+    if sgd and network.clip_factor < MOSTLY_CLIPPED:
         advice += f", or clip gradients less: clipping makes them {short(1 / network.clip_factor)} times smaller"
     return Explanation(
         "rates_too_small",
@@ -202,7 +207,7 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
 
 
 def _eps(finding: Finding, network: Network, history: History) -> Explanation:
-    eps = max((row.settings.eps for row in network.peers if row.settings.eps > 0), default=math.nan)
+    eps = max((row.settings.eps for row in network.typical if row.settings.eps > 0), default=math.nan)
     if network.clip_factor < 1 < network.over_eps:
         clip, remedy = short(1 / network.clip_factor), Remedy("check")
         advice = (
@@ -223,7 +228,7 @@ def _eps(finding: Finding, network: Network, history: History) -> Explanation:
 
 
 def _momentum(finding: Finding, network: Network, history: History) -> Explanation:
-    settings = max((row.settings for row in network.peers), key=lambda settings: settings.momentum)
+    settings = max((row.settings for row in network.typical), key=lambda settings: settings.momentum)
     momentum, span = settings.momentum, 1 / (1 - settings.momentum)
     sentence = (
         f"momentum {momentum:g} averages gradients over about {short(span)} steps, so most of them are out of date: "
@@ -314,6 +319,8 @@ _LOSS_FAULTS = {
     "classes come last, dim=-1",
     LossFault.SEQUENCE: "recurrent or attention modules take the samples of the batch for the steps of a sequence: set "
     "batch_first=True where the samples come first, or swap the first two dimensions",
+    LossFault.TARGETS: "a binary cross entropy gets targets far from 0 to 1, such as classes 1 and 2, labels -1 and 1 "
+    "or masks up to 255, so its loss falls without end: give it targets between 0 and 1",
 }
 """Fault of a loss's input -> a sentence on it."""
 

@@ -6,7 +6,7 @@ import math
 
 from spectral_monitor.condition.causes.explanation import Explanation
 from spectral_monitor.condition.findings import Finding
-from spectral_monitor.condition.network import MIN_SPREAD, Network
+from spectral_monitor.condition.network import GAINS, MIN_SPREAD, Network
 from spectral_monitor.condition.trends.outputs import FEATURE_LIMIT
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median
@@ -53,6 +53,18 @@ def too_small_to_differ(gain: float) -> Explanation:
         "weights_too_small",
         f"initial weights multiply features by only {short(gain)} in each layer, so outputs hardly differ between "
         f"samples: multiply initial weights by about {short(USUAL_GAIN / gain)}",
+        Remedy("scale_weights", (), USUAL_GAIN / gain),
+    )
+
+
+def began_small(symptom: str, gain: float) -> Explanation | None:
+    """Explain steps that are far from the size of the weights by a median gain below that of healthy networks."""
+    if not 0 < gain < GAINS[0]:
+        return None
+    return Explanation(
+        "weights_too_small",
+        f"{symptom}; initial weights multiply features by only {short(gain)} in the median layer: multiply them by "
+        f"about {short(USUAL_GAIN / gain)}, unless a factor in the forward pass makes up for it",
         Remedy("scale_weights", (), USUAL_GAIN / gain),
     )
 

@@ -20,11 +20,20 @@ up to 10 (actor and critic of DDPG).
 """
 
 
+USUAL_ENTRY = 0.02
+"""Embeddings with smaller entries are overwritten by the first steps, whatever the learning rate."""
+
+
 def rates_of(network: Network) -> dict[str, Rate]:
     """Return the learning rate of each matrix with the usual one of its optimizer, or of a similar optimizer."""
-    # Any step is large relative to weights next to zero.
-    small = {row.name for row in network.rows if network.began_small(row)}
-    steps = {name: step for name, step in network.largest_steps.items() if name not in small}
+    # Any step is large relative to weights next to zero; steps of embeddings count relative to usual entries.
+    small = {row.name for row in network.rows if row.info.role != "embedding" and network.began_small(row)}
+    shares = {
+        row.name: min(1.0, network.initial_rows(row) / USUAL_ENTRY)
+        for row in network.rows
+        if row.info.role == "embedding"
+    }
+    steps = {name: step * shares.get(name, 1.0) for name, step in network.largest_steps.items() if name not in small}
     groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in network.rows:
         if row.is_trained and not row.settings.sizes_own_steps:

@@ -19,9 +19,9 @@ GROWN_LIMIT = 50.0
 """The same for hidden layers later on; at most 6 in healthy networks."""
 GROWTH = 4.0
 """Outputs that were large from the start have grown if they are this many times as large."""
-DISTANCE_LIMIT = 37.5
+DISTANCE_LIMIT = 10.0
 """``loss_distance`` at the start over the size of the outputs, or over 1 if that is smaller; at most 2.3 in healthy
-networks.
+networks. From 10 on, regressions end at more than twice the loss that they reach with standardized targets.
 """
 INPUTS_DIFFER = 0.01
 """Spread of the inputs of some layer if samples differ."""
@@ -98,6 +98,9 @@ class OutputTrend(Memory):
     def targets(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Compare the distance that the loss asks outputs to move at the start with their usual size, 1."""
         distance = measurement.summary.get("loss_distance", math.nan)
+        # The distance tells nothing about targets if the loss gets an unfit input, or has a part without a gradient.
+        if measurement.summary.get("unfit_loss_input", 0.0) > 0 or network.cut_off:
+            return
         if not (self.distance or math.isnan(distance)) and network.is_early:
             sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]
             self.distance = distance / max([1.0, *sizes])  # max ignores NaN that comes after a number
