@@ -7,7 +7,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES, Explanation
-from spectral_monitor.condition.causes.outputs import USUAL_GAIN, began_small, collapsed, too_small_to_differ, vanish
+from spectral_monitor.condition.causes.outputs import (
+    USUAL_GAIN,
+    began_large,
+    began_small,
+    collapsed,
+    too_small_to_differ,
+    vanish,
+)
 from spectral_monitor.condition.causes.silent import forgotten, frozen
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import GAINS, Network
@@ -19,6 +26,8 @@ TOO_FAST = 20.0
 """Learning rates are too large by about this times the square root of the median layer's relative update: steps that
 are too large lead to larger ones, so updates grow faster than the rate.
 """
+OVERWRITTEN = 1.0
+"""Above this relative update a step leaves nothing of the weights, so it does not show how much too large it is."""
 ORDINARY = 0.1
 """Many healthy networks reach this relative update of the median layer."""
 ONE_WAY = (0.7, 2.0)
@@ -79,7 +88,8 @@ def _symptom(finding: Finding, network: Network) -> str:
             f"each step is predicted to lower the loss by {short(finding.value)} times its value, more than is possible"
         )
     if finding.quantity == "feature_rms":
-        return f"the outputs of a hidden layer have grown to RMS {short(finding.value)} by step {network.step}"
+        grown = next((row.name for row in network.rows if row.get("feature_rms") == finding.value), "a hidden layer")
+        return f"the outputs of {grown} have grown to RMS {short(finding.value)} by step {network.step}"
     return f"weights have moved by {short(finding.value)} times their initial size by step {network.step}"
 
 
@@ -120,18 +130,14 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
     divisor, spared = _divisor(pace, 3.0), _spared(finding, network)
     return Explanation(
         "rates_too_large",
-        f"{symptom}: steps are too large; divide {_rates(finding, network, spared)} by about {divisor:.0f}",
+        f"{symptom}: steps are too large; divide {_rates(finding, network, spared)} by about {divisor:.0f}"
+        + " or more" * (pace > OVERWRITTEN),
         Remedy("scale_lr", finding.layers, 1 / divisor, spared),
     )
 
 
 def _large_weights(finding: Finding, network: Network, history: History) -> Explanation:
-    return Explanation(
-        "weights_too_large",
-        f"most layers began with weights so large that they multiply features by {short(finding.value)} or more: "
-        f"divide initial weights by about {short(finding.value / USUAL_GAIN)}",
-        Remedy("scale_weights", (), USUAL_GAIN / finding.value),
-    )
+    return began_large("most layers began with weights", finding.value)
 
 
 def _overshoots(finding: Finding, network: Network, history: History) -> Explanation:
@@ -150,13 +156,7 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
         network.initial_sizes.get(row.name, math.nan) for row in network.peers if not network.began_small(row)
     )
     if relative_gain > LARGE:
-        gain = relative_gain * GAINS[1]
-        return Explanation(
-            "weights_too_large",
-            "steps are small compared with the weights, most of which began so large that they multiply features by "
-            f"{short(gain)} or more: divide initial weights by about {short(gain / USUAL_GAIN)}",
-            Remedy("scale_weights", (), USUAL_GAIN / gain),
-        )
+        return began_large("steps are small compared with the weights, most of which began", relative_gain * GAINS[1])
     sgd = any(row.settings.family == "sgd" for row in network.peers)  # only its steps depend on the size of gradients
     if sgd and (small := began_small("steps are small, because gradients pass through small weights", history.gain)):
         return small

@@ -69,6 +69,16 @@ def began_small(symptom: str, gain: float) -> Explanation | None:
     )
 
 
+def began_large(symptom: str, gain: float) -> Explanation:
+    """Explain by initial weights with this gain, which is above that of healthy networks."""
+    return Explanation(
+        "weights_too_large",
+        f"{symptom} so large that they multiply features by {short(gain)} or more: divide initial weights by about "
+        f"{short(gain / USUAL_GAIN)}",
+        Remedy("scale_weights", (), USUAL_GAIN / gain),
+    )
+
+
 def collapsed(finding: Finding, network: Network) -> Explanation:
     """Explain by inputs of layers that hardly differ between samples."""
     limit = max(finding.value, MIN_SPREAD)
