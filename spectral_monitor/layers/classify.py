@@ -97,7 +97,7 @@ def _multiplied(use: Use) -> str:
 def _used(module: nn.Module, key: str, shape: tuple[int, ...], use: Use) -> Guess:
     """Return the guess for a bare matrix whose use is known from the source of its module."""
     if use == "elementwise":
-        return Guess(key, "vector", Layout("vector", shape), note="multiplied entry by entry")
+        return Guess(key, "vector", Layout("vector", shape), note="used entry by entry")
     if use == "table" or use == "added":
         note = "rows of it are looked up" if use == "table" else "rows of it are added"
         return Guess(key, "embedding", Layout("linear", shape), note=f"{note}: a table (tokens, d)")

@@ -67,6 +67,17 @@ class Positive(Held):
         return x @ F.softplus(self.w)
 
 
+class Decay(Held):
+    """The rates of a state space model: logarithms, (channels, states)."""
+
+    def forward(self, x):
+        rates = -torch.exp(self.w.float())
+        return self.scan(x, rates)
+
+    def scan(self, x, rates):
+        return torch.exp(x[..., None] * rates).sum(-1)
+
+
 class Equation(Held):
     def forward(self, x):
         return torch.einsum("bi,oi->bo", x, self.w)
@@ -201,6 +212,7 @@ OTHERS = {
     Added: "added",
     AddedTwice: "added",
     Gain: "elementwise",
+    Decay: "elementwise",
     Filters: "elementwise",
     TwoWays: None,
     Permuted: None,

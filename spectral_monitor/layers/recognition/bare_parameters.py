@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch import nn
 
 Use = Literal["linear", "transposed", "table", "added", "elementwise"]
-"""A matrix (out, in) or (in, out), a table of rows, numbers added to features, or numbers multiplied entry by entry."""
+"""A matrix (out, in) or (in, out), a table of rows, numbers added to features, or numbers used entry by entry."""
 
 _IDENTITIES = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
@@ -31,6 +31,8 @@ _LAST_TWO = ({"1", "2"}, {"-1", "-2"})
 _PERMUTATIONS = frozenset({"permute", "movedim", "moveaxis", "swapaxes", "swapdims"})
 _RESHAPES = frozenset({"reshape", "flatten", "unflatten", "ravel", "view"})
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv"})
+_POSITIVE = frozenset({"exp", "exp2", "expm1", "log", "sigmoid", "softplus"})
+"""Functions of each entry, after which a parameter with no known product is no matrix, such as ``A_log`` of Mamba."""
 _CONCATENATIONS = frozenset({"cat", "concat", "concatenate", "stack"})
 _METADATA = frozenset({"shape", "size", "device", "dtype", "ndim", "dim", "numel", "__len__"})
 """Attributes of a tensor that do not depend on its entries."""
@@ -85,6 +87,7 @@ class _Value:
     transposed: bool = False
     in_product: bool = False  # whether it was multiplied with another weight
     stack: bool = False  # whether it is a stack of matrices
+    changed: bool = False  # whether a function was applied to each entry
 
     def as_factor(self, left: bool) -> Use:
         """Return its use as the left or right factor: ``w @ x`` takes (out, in), ``x @ w`` takes (in, out)."""
@@ -207,7 +210,7 @@ class _Function:
                 case _:
                     outcome = set()
             if isinstance(outcome, set):
-                return outcome
+                return outcome or ({"elementwise"} if value.changed else set())
             node, value = parent, outcome
 
     def _attribute(self, node: ast.Attribute, value: _Value, names: set[str]) -> set[Use] | _Value:
@@ -270,6 +273,8 @@ def _transformed(name: str, arguments: Sequence[ast.AST], value: _Value) -> set[
     """Return the value that a function without data, or an attribute, gives; an empty set if it is not known."""
     if name in _PERMUTATIONS or (value.stack and name in _RESHAPES):
         return set()
+    if name in _POSITIVE:
+        return replace(value, changed=True)
     if name not in _TRANSPOSES:
         return value
     swaps_last = name == "transpose" and {ast.unparse(argument) for argument in arguments} in _LAST_TWO
