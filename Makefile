@@ -43,8 +43,8 @@ docs: $(READY)
 tests: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
-# The inner loop: a minute.
-FAST := functional linalg metrics quantities condition layers sharding
+# The inner loop, without processes: a minute.
+FAST := functional linalg metrics quantities condition layers
 test-fast: lint
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(FAST:%=tests/%)
 

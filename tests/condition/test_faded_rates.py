@@ -65,6 +65,7 @@ def test_steps_that_were_meant_for_epochs():
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -125,6 +125,7 @@ def test_of_many_random_matrices_none_is_missed(family):
     assert complaints(A, torch.linalg.svdvals(A.double())) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("second", [0.875, 0.95, 0.97, 0.985])
 def test_a_hidden_leading_direction_is_found_whatever_its_direction(second):
     generator = torch.Generator().manual_seed(int(second * 1000))
