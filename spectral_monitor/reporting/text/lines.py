@@ -57,7 +57,7 @@ class Table:
     def below(self, shown: Sequence[Column], width: int | None) -> list[str]:
         """Return the lines below the rows: legends of the columns shown, the foot, and titles of columns left out."""
         legends = [column.legend for column in shown if column.legend]
-        if any(NO_VALUE in column.cells for column in shown):
+        if legends and any(NO_VALUE in column.cells for column in shown):
             legends.append(f"{NO_VALUE}: no value")
         left_out = [column.title for column in self.columns if column not in shown]
         lines = [*legends[:1], *filter(None, ["; ".join(legends[1:])]), *self.foot]
