@@ -56,7 +56,7 @@ class LossFault(IntEnum):
     ALL_PAIRS = 2  # outputs and targets are broadcast, so each output is compared with the targets of all samples
     OVER_SAMPLES = 3  # log-probabilities are normalized over the samples, not over the classes
     SEQUENCE = 4  # recurrent or attention modules of the network take the samples for the steps of a sequence
-    TARGETS = 5  # targets of a binary cross entropy are no probabilities, so that it has no minimum
+    TARGETS = 5  # targets of a binary cross entropy are not probabilities, so that it has no minimum
 
 
 class LayerState(NamedTuple):

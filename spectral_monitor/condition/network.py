@@ -134,8 +134,8 @@ class Network:
         return tuple(row for row in self.rows if row.dense and row.name in self.compared)
 
     @cached_property
-    def typical(self) -> tuple[Row, ...]:
-        """Operators and readouts; the embeddings of a network that has nothing else, such as word2vec."""
+    def peers_or_embeddings(self) -> tuple[Row, ...]:
+        """The peers; the embeddings of a network that has no other matrices, such as word2vec."""
         rows = self.peers if any(row.dense for row in self.rows) else self.rows
         return tuple(row for row in rows if row.name in self.compared)
 

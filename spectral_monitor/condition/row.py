@@ -170,9 +170,9 @@ class Row:
     def size(self) -> float:
         """The size of the update, in units in which healthy layers of one optimizer take similar steps.
 
-        Under optimizers like Adam it is the RMS entry, about the learning rate; for an embedding that of the largest
-        row, because rows without a gradient stay still. Otherwise it is the natural norm over
-        the square root of the number of inputs, taps included: relative to weights as usually initialized.
+        For an embedding it is the RMS entry of the row that moved most, because rows without a gradient stay still. For
+        others it is, under optimizers like Adam, the RMS entry, about the learning rate. Otherwise it is the natural
+        norm over the square root of the number of inputs, taps included: relative to weights as usually initialized.
         """
         if self.info.role == "embedding":
             return self.get("update_natural")

@@ -145,7 +145,7 @@ class WholeNetwork(Memory):
 
     def _eps(self, network: Network) -> Iterator[Finding]:
         """Yield the part of the learning rate by which Adam moved an entry in the first steps."""
-        eps = nanmax((row.settings.eps for row in network.typical), 0.0)
+        eps = nanmax((row.settings.eps for row in network.peers_or_embeddings), 0.0)
         share = _share_of_rate(network)
         grown = share > self.eps_share > 0  # gradients have since grown beyond eps
         if not math.isnan(share) and (network.is_early or grown or not self.eps_share):
@@ -182,7 +182,7 @@ def _in_code(measurement: Measurement) -> Iterator[Finding]:
 
 def _parametrization(network: Network) -> Iterator[Finding]:
     """Check that learning rates, weights and momentum suit the optimizer."""
-    momentum = max((row.settings.momentum for row in network.typical), default=0.0)
+    momentum = max((row.settings.momentum for row in network.peers_or_embeddings), default=0.0)
     for check, wrong in (
         ("sgd_rule", network.sgd_rule_under_adam),
         ("ntk", network.ntk_rates or network.ntk_weights),
@@ -265,7 +265,7 @@ def _share_of_rate(network: Network) -> float:
     """Return the RMS entry of Adam's update over the learning rate in the median layer; NaN for other optimizers."""
     return geometric_median(
         row.size / row.get("lr")  # the corrected one, which the optimizer uses
-        for row in network.typical
+        for row in network.peers_or_embeddings
         if row.settings.family == "adam"
         and not math.isnan(row.get("update_fro"))
         and row.get("lr") > 0

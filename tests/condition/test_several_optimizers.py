@@ -28,12 +28,12 @@ def settings_of(layers, rates=(0.01, 0.01), optimizers=("Adam", "Adam")):
     return found
 
 
-def roots(steps, settings, layers, **changed):
+def roots(steps, settings, layers, summary=None, **changed):
     """The roots after measurements at these steps; ``changed``: quantity -> (generator's, critic's) value."""
     values = {key: {name: pair[name.startswith("critic")] for name in layers} for key, pair in changed.items()}
     judge = Judge(SpectralCondition())
     for step in steps:
-        found = judge.judge(measured(step, layers=layers, **values), settings)
+        found = judge.judge(measured(step, layers=layers, summary=summary, **values), settings)
     return [verdict for verdict in found if verdict.is_root]
 
 
@@ -168,3 +168,14 @@ def test_the_largest_steps_of_each_are_part_of_the_state():
     smaller = {key: {name: x / 2 for name, x in some.items()} for key, some in values.items()}
     last = measured(16, layers=layers, **smaller)
     assert resumed.judge(last, settings) == judge.judge(last, settings) != ()
+
+
+@pytest.mark.parametrize("slow", ["Adam", "SGD"])
+def test_clipping_is_named_only_for_an_optimizer_whose_steps_depend_on_gradients(slow):
+    layers, other = network(), "SGD" if slow == "Adam" else "Adam"
+    settings = settings_of(layers, optimizers=(slow, other))
+    changed = {"update_ratio": (0.0008, 0.03), "update_natural": (0.0008, 0.1), "summary": {"clip_factor": 1e-3}}
+    (verdict,) = roots((1, 2, 4, 8, 16), settings, layers, **changed)
+    assert verdict.cause == "rates_too_small"
+    assert set(verdict.remedy.layers) == set(GENERATOR)
+    assert ("clip gradients less" in verdict.sentence) == (slow == "SGD")

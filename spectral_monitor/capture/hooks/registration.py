@@ -54,7 +54,7 @@ class Hooks(Generic[Owner]):
     would force a recompilation.
 
     Attributes:
-        handles: of all registrations; others that end with them may be added.
+        handles: of all registrations; handles that are to be removed with them may be appended.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ RECURRENT = {"MkldnnRnnLayer": False, "CudnnRnn": True, "MiopenRnn": True}
 BINARY = ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 """Nodes of losses whose targets are probabilities."""
 TARGETS = (-0.5, 1.5)
-"""Targets outside of this range are no probabilities; noise that smooths targets takes them a little beyond 0 and 1."""
+"""Targets outside of this range are not probabilities; noise that smooths them takes them a little beyond 0 and 1."""
 MAX_NODES = 200
 """Nodes of a loss that are searched for inputs that do not fit."""
 MAX_STEP_NODES = 60
@@ -75,7 +75,10 @@ class LossCheck:
 
     @property
     def fault(self) -> LossFault | None:
-        """The fault of the step's losses; ``None`` if none was seen."""
+        """The fault of the step's losses; ``None`` if none was seen.
+
+        After the first loss, reading it waits for the device.
+        """
         if self._of_step is None:
             return None
         if any(bool(unfit) for unfit in self._unfit):

@@ -115,7 +115,9 @@ def _spared(finding: Finding, network: Network) -> tuple[str, ...]:
 
 
 def _too_large(finding: Finding, network: Network, history: History) -> Explanation:
-    symptom, pace, (low, high) = _symptom(finding, network), history.pace, ONE_WAY
+    symptom, pace = _symptom(finding, network), history.pace
+    low, high = ONE_WAY
+    # Drift is relative to the initial size: weights of the usual size would not have drifted too far.
     of_weights = finding.quantity == "drift_ratio" and finding.ratio * history.gain < USUAL_GAIN
     if of_weights and (small := began_small(symptom, history.gain)):
         return small
@@ -136,10 +138,6 @@ def _too_large(finding: Finding, network: Network, history: History) -> Explanat
     )
 
 
-def _large_weights(finding: Finding, network: Network, history: History) -> Explanation:
-    return began_large("most layers began with weights", finding.value)
-
-
 def _overshoots(finding: Finding, network: Network, history: History) -> Explanation:
     peak = nanmax(row.lr * row.to_peak for row in network.rows)
     change = f" ({peak:.2g} -> {peak / finding.value:.2g})" if peak > 0 else ""
@@ -157,11 +155,11 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     )
     if relative_gain > LARGE:
         return began_large("steps are small compared with the weights, most of which began", relative_gain * GAINS[1])
-    sgd = any(row.settings.family == "sgd" for row in network.peers)  # only its steps depend on the size of gradients
+    rows = [row for row in network.peers if not finding.layers or row.name in finding.layers]
+    sgd = any(row.settings.family == "sgd" for row in rows)  # only its steps depend on the size of gradients
     if sgd and (small := began_small("steps are small, because gradients pass through small weights", history.gain)):
         return small
     limit = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
-    rows = [row for row in network.peers if not finding.layers or row.name in finding.layers]
     normalized = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in rows)
     most = MOST if normalized else MOST_UNEVEN
     factor = min(most, float(f"{max(min(SLOWEST / finding.value, limit), 2.0):.1g}"))
@@ -207,7 +205,7 @@ def _diverged(finding: Finding, network: Network, history: History) -> Explanati
 
 
 def _eps(finding: Finding, network: Network, history: History) -> Explanation:
-    eps = max((row.settings.eps for row in network.typical if row.settings.eps > 0), default=math.nan)
+    eps = max((row.settings.eps for row in network.peers_or_embeddings if row.settings.eps > 0), default=math.nan)
     if network.clip_factor < 1 < network.over_eps:
         clip, remedy = short(1 / network.clip_factor), Remedy("check")
         advice = (
@@ -228,7 +226,7 @@ def _eps(finding: Finding, network: Network, history: History) -> Explanation:
 
 
 def _momentum(finding: Finding, network: Network, history: History) -> Explanation:
-    settings = max((row.settings for row in network.typical), key=lambda settings: settings.momentum)
+    settings = max((row.settings for row in network.peers_or_embeddings), key=lambda settings: settings.momentum)
     momentum, span = settings.momentum, 1 / (1 - settings.momentum)
     sentence = (
         f"momentum {momentum:g} averages gradients over about {short(span)} steps, so most of them are out of date: "
@@ -333,7 +331,7 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_small": _too_small,
     "warmup": _warmup,
     "diverged": _diverged,
-    "large_weights": _large_weights,
+    "large_weights": lambda finding, network, history: began_large("most layers began with weights", finding.value),
     "features_vanish": lambda finding, network, history: vanish(finding, network),
     "signal_vanishes": lambda finding, network, history: too_small_to_differ(history.small_gain),
     "features_collapsed": lambda finding, network, history: collapsed(finding, network),

@@ -18,8 +18,6 @@ MAX_RATE_RATIO = 20.0
 """Learning rates of two optimizers of one kind that differ by more than this are a mistake. Published recipes differ by
 up to 10 (actor and critic of DDPG).
 """
-
-
 USUAL_ENTRY = 0.02
 """Embeddings with smaller entries are overwritten by the first steps, whatever the learning rate."""
 

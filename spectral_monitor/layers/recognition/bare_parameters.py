@@ -31,8 +31,8 @@ _LAST_TWO = ({"1", "2"}, {"-1", "-2"})
 _PERMUTATIONS = frozenset({"permute", "movedim", "moveaxis", "swapaxes", "swapdims"})
 _RESHAPES = frozenset({"reshape", "flatten", "unflatten", "ravel", "view"})
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv"})
-_POSITIVE = frozenset({"exp", "exp2", "expm1", "log", "sigmoid", "softplus"})
-"""Functions of each entry, after which a parameter with no known product is no matrix, such as ``A_log`` of Mamba."""
+_ENTRYWISE = frozenset({"exp", "exp2", "expm1", "log", "sigmoid", "softplus"})
+"""Functions of each entry. A parameter with no known product after one is not a matrix, such as Mamba's ``A_log``."""
 _CONCATENATIONS = frozenset({"cat", "concat", "concatenate", "stack"})
 _METADATA = frozenset({"shape", "size", "device", "dtype", "ndim", "dim", "numel", "__len__"})
 """Attributes of a tensor that do not depend on its entries."""
@@ -273,7 +273,7 @@ def _transformed(name: str, arguments: Sequence[ast.AST], value: _Value) -> set[
     """Return the value that a function without data, or an attribute, gives; an empty set if it is not known."""
     if name in _PERMUTATIONS or (value.stack and name in _RESHAPES):
         return set()
-    if name in _POSITIVE:
+    if name in _ENTRYWISE:
         return replace(value, changed=True)
     if name not in _TRANSPOSES:
         return value
