@@ -73,13 +73,14 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
-def alone():
-    """Seeded; what Lightning leaves behind is taken away: its answer to Ctrl-C, the variables and the group of DDP."""
+def own_process_state():
+    """One thread, seeded; what Lightning leaves is taken away: its answer to Ctrl-C, DDP's variables and group."""
     torch.manual_seed(0)
     handler = signal.getsignal(signal.SIGINT)
     with patch.dict(os.environ):
         yield
     signal.signal(signal.SIGINT, handler)
+    torch.set_num_threads(1)  # Lightning's launchers of processes set another number
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("a process group is left", pytrace=False)
