@@ -58,7 +58,11 @@ def lengths(x: Tensor) -> Tensor:
 
 def whole_length(x: Tensor) -> Tensor:
     """Return the length of all entries of ``x`` as one vector, float64, for entries of any size."""
-    return lengths(lengths(x if x.ndim else x[None]).flatten())
+    rows = lengths(x if x.ndim else x[None])
+    if x.dtype == torch.float64:
+        return lengths(rows.flatten())
+    length: Tensor = torch.linalg.vector_norm(rows)  # float64 holds the squares of shorter floats
+    return length
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:

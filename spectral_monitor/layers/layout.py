@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -84,6 +85,13 @@ class Layout:
         """Number of spatial positions of a convolution kernel; each is a matrix."""
         return math.prod(self.shape[2:]) if self.kind.startswith("conv") else 1
 
+    @cached_property
+    def _consecutive(self) -> tuple[int, int, int, int] | None:
+        """The shape of the stack, if its entries come in the same order as those of the parameter; else ``None``."""
+        if self.repeats > 1 or self.sizes or self.kind not in ("linear", "experts", "patches", "vector"):
+            return None
+        return 1, self.blocks, self.fan_out, self.fan_in
+
     def canonical(self, box: Tensor) -> Tensor:
         """Return a rectangular part of the parameter as (taps, outer groups, outputs, inputs), a view."""
         if self.kind == "vector":
@@ -103,10 +111,9 @@ class Layout:
         The result is a view unless blocks take turns or differ in size. Smaller blocks then end in rows of zeros, which
         change no norm and no inner product.
         """
-        parameter = parameter.reshape(self.shape)
-        if self.kind == "linear" and self.blocks == 1:  # the most frequent case
-            return parameter[None, None]
-        turns: Tensor = self.canonical(parameter).unflatten(2, (self.repeats, -1))
+        if self._consecutive is not None:
+            return parameter.reshape(self._consecutive)
+        turns: Tensor = self.canonical(parameter.reshape(self.shape)).unflatten(2, (self.repeats, -1))
         if not self.sizes:
             by_block: Tensor = turns.unflatten(3, (self.blocks // self.outer_groups, -1)).transpose(2, 3)
             return by_block.flatten(3, 4).flatten(1, 2)

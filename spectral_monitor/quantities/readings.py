@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Norm = Literal["sigma", "fro"]
-Values: TypeAlias = "list[float] | Tensor"
+Values: TypeAlias = "tuple[float, ...] | Tensor"
 """Numbers on the host; many are a float64 tensor."""
 
 RATIOS = frozenset(
@@ -28,7 +28,7 @@ def sound(raw: Mapping[str, Values]) -> bool:
 
 
 def _finite(values: Values) -> bool:
-    return all(map(math.isfinite, values)) if isinstance(values, list) else bool(values.isfinite().all())
+    return all(map(math.isfinite, values)) if isinstance(values, tuple) else bool(values.isfinite().all())
 
 
 def _largest(values: Sequence[float]) -> float:
@@ -67,12 +67,12 @@ class Readings:
 
     def largest(self, name: str) -> float:
         """Return the largest of several numbers; NaN if one of them is NaN or none was measured."""
-        values = self.raw.get(name, [])
-        return _largest(values) if isinstance(values, list) else float(values.amax())
+        values = self.raw.get(name, ())
+        return _largest(values) if isinstance(values, tuple) else float(values.amax())
 
     def index_of_largest(self, name: str) -> float:
         """Return the index of the largest of several numbers; NaN if one of them is NaN or none was measured."""
-        values = list(map(float, self.raw.get(name, [])))
+        values = list(map(float, self.raw.get(name, ())))
         return math.nan if math.isnan(_largest(values)) else float(values.index(max(values)))
 
     def _by_block(self, name: str) -> Tensor:
@@ -84,13 +84,13 @@ class Readings:
             return torch.full((1, self._blocks), math.nan, dtype=torch.float64, device="cpu")
         return torch.as_tensor(values, dtype=torch.float64, device="cpu").view(-1, self._blocks)
 
-    def _norms(self, name: str, norm: Norm) -> list[float]:
+    def _norms(self, name: str, norm: Norm) -> Sequence[float]:
         """Return the norm of each block."""
         values = self.raw.get(f"{name}.{norm}")
         if values is None:
             return [math.nan] * self._blocks
         if len(values) == self._blocks:  # a single tap
-            return values if isinstance(values, list) else values.tolist()
+            return values if isinstance(values, tuple) else values.tolist()
         taps = self._by_block(f"{name}.{norm}")
         blocks = taps.sum(0) if norm == "sigma" else _length(taps, dim=0)
         norms: list[float] = blocks.tolist()
@@ -117,7 +117,7 @@ class Readings:
         values = self.raw.get(f"{name}.fro")
         if values is None:
             return math.nan
-        return math.hypot(*values) if isinstance(values, list) else float(_length(values))
+        return math.hypot(*values) if isinstance(values, tuple) else float(_length(values))
 
     def radial_change(self) -> float:
         """Return the part of the update along the weight, from its product with the weight after the step."""
@@ -134,7 +134,7 @@ class Readings:
         if len(self.raw.get(f"{name}.sigma", ())) == 1:
             return self.row_stable_rank(name)
         sigma, fro = (self.raw.get(f"{name}.{norm}", ()) for norm in ("sigma", "fro"))
-        if isinstance(sigma, list) and isinstance(fro, list):
+        if isinstance(sigma, tuple) and isinstance(fro, tuple):
             return _largest([(f / s) ** 2 for s, f in zip(sigma, fro, strict=True) if s != 0])
         sigma, fro = self._by_block(f"{name}.sigma"), self._by_block(f"{name}.fro")
         ranks = (fro / sigma)[sigma != 0].square()
@@ -142,10 +142,10 @@ class Readings:
 
     def alignment(self, name: str) -> float:
         """Return the mean over taps, of the block where it is largest; taps and blocks without one are left out."""
-        values: Values = self.raw.get(name, [])
+        values: Values = self.raw.get(name, ())
         if len(values) == 1:
             return float(values[0])
-        if isinstance(values, list) and values:
+        if isinstance(values, tuple) and values:
             blocks = [[x for x in values[k :: self._blocks] if not math.isnan(x)] for k in range(self._blocks)]
             return max((sum(taps) / len(taps) for taps in blocks if taps), default=math.nan)
         means = self._by_block(name).nanmean(0)
@@ -190,7 +190,7 @@ class Readings:
     def part_of_change(self, name: str) -> float:
         """Return the RMS length of ``dW h'``, ``W dh'`` or ``dW dh'`` over that of ``h``."""
         length = self.get("h.norm") / math.sqrt(rows) if (rows := self.get("h.rows")) else math.nan
-        squares = self.raw.get(name, [math.nan])  # of each block, the mean over rows
+        squares = self.raw.get(name, (math.nan,))  # of each block, the mean over rows
         return math.sqrt(float(sum(squares))) / length if length else math.nan
 
     def dual_cosine(self) -> float:

@@ -53,7 +53,7 @@ def contents(layout: Layout, extent: ShardRegion, local: Tensor) -> list[Tensor]
     Where blocks of a whole parameter differ in size, the smaller ones are padded with rows of zeros.
     """
     if extent.whole:
-        return [layout.stack(local.reshape(extent.shape)).flatten(0, 1)]
+        return [layout.stack(local).flatten(0, 1)]
     if not extent.count:
         return []
     box = _filled_box(extent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_distributed(tensor: Any) -> bool:
@@ -15,6 +15,8 @@ def is_distributed(tensor: Any) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a DTensor, or the tensor itself, as a detached view; no communication."""
+    if type(tensor) is nn.Parameter or type(tensor) is Tensor:  # thousands in each measured step
+        return tensor.detach()
     part: Tensor = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     wait = getattr(part, "wait", None)  # a collective may still be under way
     part = wait() if callable(wait) else part

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from spectral_monitor.state import objects
-from spectral_monitor.state.snapshot import _TORCH_OWN, is_state
+from spectral_monitor.state.module_tables import TORCH_OWN
+from spectral_monitor.state.snapshot import is_state
 
 Packed = list[Any]
 
@@ -251,7 +252,7 @@ def _put_module(live: Any, parts: list[Any], device: torch.device, where: str) -
 
 def _is_users(key: str) -> bool:
     """Return whether an attribute of a module is the user's, and neither torch's nor FSDP2's."""
-    return key not in _TORCH_OWN and not key.startswith("__composable_api_state_key")
+    return key not in TORCH_OWN and not key.startswith("__composable_api_state_key")
 
 
 def _put_items(target: dict[str, Any], items: list[Any], device: torch.device, where: str) -> None:

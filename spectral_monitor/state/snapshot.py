@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import operator
-import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,12 +19,10 @@ from torch.nn.parameter import is_lazy
 from spectral_monitor.state import objects
 from spectral_monitor.state.buffers import kept
 from spectral_monitor.state.dtensor import is_distributed, local_part
+from spectral_monitor.state.module_tables import HOOKS, ModuleAttributes, NewHookRemoval, Tables
 
 MAX_ITEMS = 10_000
 """Containers of more items are restored, but their items are not looked into."""
-
-_TORCH_OWN = frozenset(key for key in vars(nn.Module()) if key != "training")
-_HOOKS = tuple(key for key in _TORCH_OWN if key.startswith(("_forward_", "_backward_")))
 
 
 @contextmanager
@@ -110,7 +108,9 @@ class Snapshot:
         self._weights = weights
         self._host = host
         self._tensors: list[_TensorState] = []
-        self._undo: list[Callable[[], None]] = []
+        self._tables = Tables()
+        self._hooks = self._tables if weights else NewHookRemoval()
+        self._undo: list[Callable[[], None]] = [self._tables] if weights else [self._tables, self._hooks]
         self.iterators: list[str] = []
         self.refused: list[str] = []
         self.read_error: Exception | None = None
@@ -191,18 +191,14 @@ class Snapshot:
         return values
 
     def _module(self, module: nn.Module) -> list[Any]:
-        namespace, attributes = vars(module), _ModuleAttributes(module)
+        namespace, attributes = vars(module), ModuleAttributes(module)
         self._undo.append(attributes)
-        hook_tables = [namespace[key] for key in _HOOKS if key in namespace]
-        members = [*module.buffers(recurse=False), *module.children(), namespace.get("_buffers")]
-        if self._weights:
-            tables = (namespace.get("_parameters"), namespace.get("_modules"))
-            members = [*module.parameters(recurse=False), *members, *tables]
-            for hook_table in hook_tables:
-                self._container(hook_table)
-        else:
-            self._undo.append(_NewHookRemoval(hook_tables))
-        return [*attributes.before.values(), *members]
+        self._hooks.add(namespace[key] for key in HOOKS if key in namespace)
+        restored = ("_parameters", "_buffers", "_modules") if self._weights else ("_buffers",)
+        self._tables.add(namespace[key] for key in restored if isinstance(namespace.get(key), dict))  # not TorchScript
+        read = restored if self._weights else (*restored, "_modules")
+        members = (namespace[key].values() for key in read if key in namespace)
+        return [*attributes.before.values(), *chain.from_iterable(members)]
 
     def _container(self, container: Any) -> list[Any]:
         """Record the items of a container; return its values, unless they are too many to be looked into."""
@@ -256,43 +252,6 @@ class _TensorState:
             tensor.grad = self.grad
 
 
-class _ModuleAttributes:
-    """The attributes of a module that are not torch's; a call restores them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._weights, self._is_fsdp1 = frozenset(vars(module).get("_parameters", ())), _is_fsdp1(module)
-        self.before = {key: value for key, value in vars(module).items() if self._is_own(key)}
-
-    def _is_own(self, key: str) -> bool:
-        # FSDP1 sets itself up in the first forward. Inside its forwards the gathered weights are attributes too.
-        return key == "training" if self._is_fsdp1 else key not in _TORCH_OWN and key not in self._weights
-
-    def __call__(self) -> None:
-        """Restore the attributes; what did not change is not written to."""
-        attributes = vars(self._module)
-        for key in [key for key in attributes if key not in self.before and self._is_own(key)]:
-            del attributes[key]
-        for key, value in self.before.items():
-            # Pruning made permanent turns an attribute into a parameter, which the attribute would hide.
-            if key not in self._module._parameters and attributes.get(key, self._module) is not value:
-                attributes[key] = value
-
-
-class _NewHookRemoval:
-    """Removes the hooks that were added to some tables between its construction and its first call."""
-
-    def __init__(self, tables: list[dict[int, Any]]) -> None:
-        self._tables = [(table, set(table)) for table in tables]
-        self._new: list[tuple[dict[int, Any], int]] | None = None
-
-    def __call__(self) -> None:
-        if self._new is None:
-            self._new = [(table, key) for table, old_keys in self._tables for key in table if key not in old_keys]
-        for table, key in self._new:
-            table.pop(key, None)
-
-
 def _changed(states: list[_TensorState]) -> list[bool]:
     """Return for each tensor whether it may differ from its copy.
 
@@ -324,9 +283,3 @@ def _as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     if first.is_floating_point() and first.element_size() == 1:  # 8-bit floats have no comparison
         return first.view(torch.uint8), second.view(torch.uint8)
     return first, second
-
-
-def _is_fsdp1(module: nn.Module) -> bool:
-    """Return whether a module is an FSDP1 wrapper, which keeps track of its shards in attributes."""
-    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return wrapper is not None and isinstance(module, wrapper)

@@ -334,7 +334,7 @@ def test_all_are_told_what_each_has_seen():
         assert found.rank == rank
         assert found.common == set()
         assert found.rows(0, "outputs") == RowRange([0, 3, 7][rank], rank + 3, 12, True, 3)
-        assert found.layers("has_inputs") == [[0.0, 1.0, 2.0], [0.0] * 3]
+        assert list(found.layers("has_inputs")) == [[0.0, 1.0, 2.0], [0.0] * 3]
         assert (found.anywhere("has_inputs"), found.wherever_called("has_inputs"), found.everywhere("inputs")) == (
             {0},
             set(),

@@ -28,6 +28,7 @@ from spectral_monitor.capture.replay import replay
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.engine.features import replays
 from spectral_monitor.engine.features.step_inputs import StepInputs
+from spectral_monitor.state import module_tables
 from spectral_monitor.state import rng as randomness
 from spectral_monitor.state import snapshot as preserve
 from tests.noninterference import zoo
@@ -392,7 +393,7 @@ def test_without_a_guard_it_is_not(guard, monkeypatch):
     name, owner, attribute, naive, kinds = NAIVE[guard]
     monkeypatch.setattr(owner, attribute, naive)
     if guard == "replay in evaluation mode":
-        monkeypatch.setattr(preserve, "_TORCH_OWN", preserve._TORCH_OWN | {"training"})
+        monkeypatch.setattr(module_tables, "TORCH_OWN", module_tables.TORCH_OWN | {"training"})
     found = differences(reference(name), train(name, monitor_of(name, 1)))
     assert found, "the comparison sees nothing"
     assert first_kinds(found) == kinds, found[:5]

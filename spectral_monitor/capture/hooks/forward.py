@@ -219,7 +219,6 @@ class FeatureCapture(CallRecorder):
         reached_layers = {i for i, calls in self.calls.items() if any(call.b is not None for call in calls)}
         self.passed_over |= {i for i, calls in kept.items() if not calls} - reached_layers
         self.calls = {i: calls for i, calls in kept.items() if calls}
-        self.order = [i for i in self.order if i in self.calls]
         self.roots = [root for root in self.roots if self.settled or id(root) in waiting]
 
     def drop_unfinished(self) -> None:
@@ -316,9 +315,9 @@ class FeatureCapture(CallRecorder):
         portion = self._portion = self._foresight(replay)
         run = replay if portion is None else replay.part(slice(portion.samples))
         self._samples = batch_size(run.arguments)
-        before = self.calls, self.order, self.backward_pass
+        before = self.calls, self.backward_pass
         opened = self.forward_open, self.backward_open
-        self.calls, self.order = {}, []
+        self.calls = {}
         self._beside_step = self.forward_open = self.backward_open = True
         try:
             with self._seeing_layers():
@@ -327,7 +326,7 @@ class FeatureCapture(CallRecorder):
                 arrivals = [call.arrival for calls in self.calls.values() for call in calls]
                 gradients.send(output, portion, [arrival for arrival in arrivals if arrival is not None])
         except Exception:
-            self.calls, self.order, _ = before
+            self.calls, _ = before
             raise
         finally:
             self._beside_step = False

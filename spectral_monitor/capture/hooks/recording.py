@@ -61,7 +61,6 @@ class CallRecorder:
     Attributes:
         layers: layer index -> layer, for all layers whose calls are recorded.
         calls: layer index -> its calls.
-        order: layer indices in the order of their last call.
         backward_open: whether gradients that arrive now belong to the step's backward pass.
         backward_pass: id of the last backward pass in which a gradient arrived.
         hidden: layer index -> why features of its calls cannot be recorded, a key of ``WHY_HIDDEN``.
@@ -92,7 +91,6 @@ class CallRecorder:
     def forget(self) -> None:
         """Drop what was recorded."""
         self.calls: dict[int, list[Call]] = {}
-        self.order: list[int] = []
         self.backward_open = True
         self.backward_pass = -1
         self.hidden: dict[int, int] = {}
@@ -152,7 +150,6 @@ class CallRecorder:
             if x is not None:
                 self._take_inputs(i, call, x, count, *form)
             self.calls.setdefault(i, []).append(call)
-            self.order = [j for j in self.order if j != i] + [i]
             if self._root is not None:
                 self._root.reached += 1
             if self.checks is not None and layer.info.role != NODE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -132,9 +132,10 @@ class RankReports:
         losses = {batch: step.backward_loss for batch, step in zip(self.batches, self.steps, strict=True)}
         return sum(losses.values()) / len(losses)
 
-    def layers(self, attribute: str) -> list[list[float]]:
-        """Return for each layer the values that the processes report."""
-        return [[getattr(layer, attribute) for layer in ranks] for ranks in zip(*self.observations, strict=True)]
+    def layers(self, attribute: str) -> Iterator[list[float]]:
+        """Yield for each layer the values that the processes report."""
+        for ranks in zip(*self.observations, strict=True):
+            yield [getattr(layer, attribute) for layer in ranks]
 
     def anywhere(self, attribute: str) -> set[int]:
         """Return the layers for which some process reports it."""

@@ -89,7 +89,7 @@ class AttentionStage:
         return missing
 
 
-def _joined(rows: Tensor) -> dict[str, list[float]]:
+def _joined(rows: Tensor) -> dict[str, tuple[float, ...]]:
     """Return the numbers of all processes, (processes, columns), as one: extremes, or means."""
     numbers = {
         "attention_logit_max": rows[:, 2].amax(),
@@ -97,7 +97,7 @@ def _joined(rows: Tensor) -> dict[str, list[float]]:
         "attention_entropy_lowest": rows[:, 4].amin(),
         "attention_sink": rows[:, 5].mean(),
     }
-    return {key: [float(value)] for key, value in numbers.items()}
+    return {key: (float(value),) for key, value in numbers.items()}
 
 
 def _wrong_table() -> Tensor:

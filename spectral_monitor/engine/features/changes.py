@@ -162,7 +162,7 @@ class ChangeStage:
         assert exchange is not None
         if not changes:
             return {}
-        called, with_gradients = reports.layers("called"), reports.wherever_called("has_gradients")
+        called, with_gradients = list(reports.layers("called")), reports.wherever_called("has_gradients")
         batch_groups = -(-GROUPS // reports.batch_count)
         used = min(batch_groups, samples or batch_groups)
         local = group_sums({i: change for i, change in changes.items() if change is not None and change.size}, used)

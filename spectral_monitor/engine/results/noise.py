@@ -48,7 +48,7 @@ def settle_noise(raw: Raw, facts: StepContext) -> dict[str, tuple[float, str]]:
         elif reason or math.isnan(scale.value):
             facts.why_not[KEY, i] = reason or NO_SIGNAL
         else:
-            scalars[KEY] = [scale.value]
+            scalars[KEY] = (scale.value,)
     return network
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -22,31 +23,37 @@ LOSS_CHANGE = "loss.change"
 REUSED = "g.reused"
 """Prefix of the names of values that say whether a step used gradients again: 1, 0, or NaN."""
 
-MAX_LIST = 64
-"""Values that are kept as a list; more, such as the thousands of a depthwise convolution, stay a tensor."""
+MAX_TUPLE = 64
+"""Values that are kept as a tuple; more, such as the thousands of a depthwise convolution, stay a tensor."""
+
+ALL = slice(None)
+"""The span of a layer that has a tensor of its own."""
 
 Raw = dict[int, dict[str, Values]]
 """Layer index -> name -> values."""
 
 
 class RawScalars:
-    """Named values of layers, each in a small tensor or a part of one."""
+    """Named values of layers, each in a small tensor or a part of one.
+
+    A step has thousands. Few objects are made for them, because Python looks at all objects of the process, for a fifth
+    of a second, after it has made many that last.
+    """
 
     def __init__(self) -> None:
-        self._items: dict[tuple[int, str], tuple[Tensor, slice]] = {}
+        self._columns: dict[str, list[tuple[Mapping[int, slice], Tensor]]] = defaultdict(list)
         self._numbers: dict[tuple[int, str], float] = {}
 
     def put(self, layer: int, name: str, value: Tensor) -> None:
         """Add or replace a value of any shape."""
-        self._items[(layer, name)] = value.detach().reshape(-1), slice(value.numel())
+        self.put_each(name, {layer: ALL}, value.reshape(-1))
 
     def put_each(self, name: str, spans: Mapping[int, slice], values: Tensor) -> None:
         """Add or replace a value for each of several layers, which are parts of one flat tensor.
 
         Making a tensor for each layer, and concatenating them, would take longer than computing the values.
         """
-        values = values.detach()
-        self._items.update({(layer, name): (values, span) for layer, span in spans.items()})
+        self._columns[name].append((spans, values.detach()))
 
     def note(self, layer: int, name: str, number: float) -> None:
         """Add or replace a number that is on the host."""
@@ -54,13 +61,14 @@ class RawScalars:
 
     def get(self, layer: int, name: str) -> Tensor:
         """Return a value, flat, still on its device."""
-        values, span = self._items[(layer, name)]
-        return values[span]
+        spans, values = next(column for column in reversed(self._columns[name]) if layer in column[0])
+        value: Tensor = values[spans[layer]]
+        return value
 
     def fetch(self) -> Raw:
         """Return all values on the host, with one copy from each device, which waits for its queued work."""
         groups: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
-        for values, _ in self._items.values():
+        for _, values in chain(*self._columns.values()):
             groups[values.device][values.dtype][id(values)] = values
         arrays: dict[int, np.ndarray] = {}
         for dtypes in groups.values():
@@ -68,11 +76,15 @@ class RawScalars:
             flat = torch.cat([torch.cat(list(same.values())).double() for same in dtypes.values()]).cpu()
             arrays.update(_unpacked(flat, [values for same in dtypes.values() for values in same.values()]))
         raw: Raw = defaultdict(dict)
-        for (layer, name), (values, span) in self._items.items():
-            part = arrays[id(values)][span]
-            raw[layer][name] = torch.from_numpy(part) if len(part) > MAX_LIST else part.tolist()
+        for name, column in self._columns.items():
+            for spans, values in column:
+                array = arrays[id(values)]
+                numbers = tuple(array.tolist())
+                for layer, span in spans.items():
+                    part = numbers[span]
+                    raw[layer][name] = part if len(part) <= MAX_TUPLE else torch.from_numpy(array[span])
         for (layer, name), number in self._numbers.items():
-            raw[layer][name] = [number]
+            raw[layer][name] = (number,)
         return dict(raw)
 
 
