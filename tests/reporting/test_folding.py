@@ -54,6 +54,24 @@ def test_nothing_is_folded_where_everything_is_asked_for():
     assert measurement_table(TWO, folded=False, width=None) == str(table) != str(measurement_rows(TWO))
 
 
+def test_after_divergence_the_rows_are_of_the_last_finite_numbers():
+    """The title, the causes and the last line stay those of the latest measurement."""
+    lost = {key: torch.full_like(values, math.nan) for key, values in ONE.values.items()}
+    diverged = replace(
+        measured(), step=80, values={**lost, "lr": torch.ones(len(LAYERS))}, summary={"skipped_updates": 2.0}
+    )
+    table = measurement_rows(diverged, earlier=[TWO, ONE])
+    assert table.columns == measurement_rows(ONE).columns
+    assert table.title.startswith("spectral monitor, step 80: ")
+    assert table.notes[-1] == "the table shows step 60, the last with finite numbers"
+    assert table.foot == ("2 measured steps with NaN, inf or no update",)
+    alone = measurement_rows(diverged)
+    assert {row[0] for row in cells(alone, "|dW|")} == {"-", ""}
+    assert "the table shows" not in str(alone)
+    partly = replace(diverged, values={**lost, "update_natural": ONE.values["update_natural"]})
+    assert "the table shows" not in str(measurement_rows(partly, earlier=[TWO, ONE]))
+
+
 def test_of_the_healthy_layers_the_furthest_stay():
     table = measurement_rows(measured())
     ratios = [value / 0.1 for value in measured().values["update_natural"].tolist()]

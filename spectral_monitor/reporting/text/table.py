@@ -48,9 +48,13 @@ def measurement_rows(
     Args:
         folded: whether layers that follow from a root share a row. In a network of many layers, so do healthy layers
             close to typical, and layers that were not judged for the same reason.
-        earlier: measurements of the run; a line names their verdicts that no longer hold.
+        earlier: measurements of the run; a line names their verdicts that no longer hold. The rows are of the last of
+            them that has finite numbers, if ``measurement`` has none.
         steps: of the run; the title gives their number if later ones were not measured.
     """
+    current, earlier = measurement, list(earlier)
+    if not _has_numbers(current):
+        measurement = next(filter(_has_numbers, reversed(earlier)), current)
     ratios, band, infos = vs_typical(measurement), limits(measurement), measurement.layers
     layer_rows = rows(measurement, ratios, folded)
     columns = [
@@ -76,14 +80,25 @@ def measurement_rows(
         columns.append(text_column("should be", bands, spare=5))
     if any(row.remark for row in layer_rows):
         columns.append(text_column("what", [_remark(row, shown) for row in layer_rows]))
-    lines = headlines(measurement)
-    of_steps = f" of {steps}" if steps > measurement.step else ""
-    title = f"spectral monitor, step {measurement.step}{of_steps}: {lines[0]}"
-    state, states = tally(measurement).state, tuple(row.state for row in layer_rows)
-    lifted = lifted_line(earlier, measurement)
-    notes = (*lines[1:], *(f"{NOTE}{printable(line)}" for line in root_lines(measurement)), *filter(None, (lifted,)))
-    foot = tuple(filter(None, (summary_line(measurement),)))
+    lines = headlines(current)
+    of_steps = f" of {steps}" if steps > current.step else ""
+    title = f"spectral monitor, step {current.step}{of_steps}: {lines[0]}"
+    state, states = tally(current).state, tuple(row.state for row in layer_rows)
+    shown_step = (
+        "" if measurement is current else f"the table shows step {measurement.step}, the last with finite numbers"
+    )
+    last_notes = filter(None, (lifted_line(earlier, current), shown_step))
+    notes = (*lines[1:], *(f"{NOTE}{printable(line)}" for line in root_lines(current)), *last_notes)
+    foot = tuple(filter(None, (summary_line(current),)))
     return Table(title, tuple(columns), foot, state, states, notes)
+
+
+def _has_numbers(measurement: Measurement) -> bool:
+    """Return whether some matrix has a finite number in a column, besides settings of its optimizer."""
+    matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
+    measured = [key for key in _columns(measurement) if key in QUANTITIES and QUANTITIES[key].needs]
+    columns = (measurement.values[key].tolist() for key in measured)
+    return not measured or any(math.isfinite(column[i]) for column in columns for i in matrices)
 
 
 def _with_arrows(cells: list[str], layer_rows: Sequence[Row], key: str) -> list[str]:
