@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from spectral_monitor.condition.optimizers.hyperparameters import UNKNOWN, Hyperparameters
 from spectral_monitor.measurement import LOST, NOT_CALLED, PASSED_OVER, UNFIT, UNUSED, LayerInfo, Measurement
@@ -82,13 +83,13 @@ class Row:
         """The factor that a correction applies to the learning rate; 1 without a correction."""
         return self.values.get("lr_multiplier", 1.0)
 
-    @property
+    @cached_property
     def lr(self) -> float:
         """The learning rate that the user's schedule sets, before any correction; NaN if unknown."""
         measured = self.get("lr") / (self.multiplier or math.nan)
         return self.settings.lr if math.isnan(measured) else float(f"{measured:.7g}")  # drops rounding of float32
 
-    @property
+    @cached_property
     def to_peak(self) -> float:
         """The highest known learning rate of the schedule over the present one; at least 1."""
         factor = self.settings.peak / self.lr if self.lr > 0 else math.nan

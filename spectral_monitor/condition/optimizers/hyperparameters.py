@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class Hyperparameters:
     lasts: float = 1.0
     base_momentum: float = 0.0  # momentum that the optimizer was created with, before any schedule of it
 
-    @property
+    @cached_property
     def sizes_own_steps(self) -> bool:
         """True if the learning rate only sets the first step, as in Rprop and LBFGS."""
         return any(name in self.optimizer.lower() for name in ("rprop", "lbfgs"))
@@ -158,7 +159,15 @@ def hyperparameters(
         for p in group["params"]:
             by_parameter.setdefault(id(p), settings)
             elsewhere |= p.requires_grad and id(p) not in in_layers
-    return {layer.info.name: replace(_of_layer(layer, by_parameter), elsewhere=elsewhere) for layer in layers}
+    shared: dict[tuple[Any, ...], Hyperparameters] = {}  # most layers have the same settings
+    by_layer: dict[str, Hyperparameters] = {}
+    for layer in layers:
+        settings, facts = _of_layer(layer, by_parameter)
+        key = (id(settings), *facts.values())
+        if key not in shared:
+            shared[key] = replace(settings, **facts, elsewhere=elsewhere)
+        by_layer[layer.info.name] = shared[key]
+    return by_layer
 
 
 def learning_rate(group: Mapping[str, Any]) -> float:
@@ -197,17 +206,17 @@ def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
     return [kind.__name__ for kind in type(optimizer).__mro__]
 
 
-def _of_layer(layer: Layer, by_parameter: Mapping[int, Hyperparameters]) -> Hyperparameters:
+def _of_layer(layer: Layer, by_parameter: Mapping[int, Hyperparameters]) -> tuple[Hyperparameters, dict[str, Any]]:
+    """Return the settings of a layer's parameter group, and other settings of the layer itself."""
     dtype = layer.sources[0].dtype
     settings = next((by_parameter[id(source)] for source in layer.sources if id(source) in by_parameter), UNKNOWN)
     # A parameter that was frozen after an earlier training may still have a gradient.
     has_gradient = any(source.grad is not None and source.requires_grad for source in layer.sources)
-    return replace(
-        settings,
-        forgotten=settings.owner < 0 and has_gradient,
-        frozen=not any(source.requires_grad for source in layer.sources),
-        resolution=torch.finfo(dtype).eps if dtype.is_floating_point else 0.0,
-    )
+    return settings, {
+        "forgotten": settings.owner < 0 and has_gradient,
+        "frozen": not any(source.requires_grad for source in layer.sources),
+        "resolution": torch.finfo(dtype).eps if dtype.is_floating_point else 0.0,
+    }
 
 
 def _of_group(
