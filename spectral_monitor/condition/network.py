@@ -54,6 +54,7 @@ class Network:
     vectors: Mapping[str, Row] = field(default_factory=dict)  # biases and gains by name
     compared: frozenset[str] = frozenset()  # layers that may be compared with others
     from_zero: frozenset[str] = frozenset()  # layers that began at zero
+    late_layers: frozenset[str] = frozenset()  # the few layers that got no gradient while those were zero
     # layer -> factor on its learning rate that the user has declared
     expected: Mapping[str, float] = field(default_factory=dict)
     fresh: bool = True  # whether weights were drawn at random, not left by an earlier training

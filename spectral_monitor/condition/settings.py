@@ -44,6 +44,7 @@ NAMED_BY = {
     "eval_mode": "modes",
     "dropout": "modes",
     "loss_input": "loss",
+    "endless": "loss",
     "features_grow": "rates_too_large",
     "symmetric": "weights",
     "large_weights": "weights",

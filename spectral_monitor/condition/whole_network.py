@@ -84,6 +84,7 @@ class WholeNetwork(Memory):
         """Yield the findings on the network at a measurement, healthy or not."""
         yield from self._reused(measurement)
         yield from _in_code(measurement)
+        yield from self._losses.endless(measurement, network)
         diverged = self._diverged(measurement, network)
         yield diverged
         if not diverged.inside():
