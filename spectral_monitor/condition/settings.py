@@ -48,6 +48,7 @@ NAMED_BY = {
     "features_grow": "rates_too_large",
     "symmetric": "weights",
     "large_weights": "weights",
+    "tiny_weights": "weights",
     "frozen_random": "left_out",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where the two differ."""

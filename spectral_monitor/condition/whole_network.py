@@ -37,6 +37,10 @@ MOST_DROPPED = 0.75
 """Largest part of its inputs that a dropout may drop; 0.9 is mostly a mistake for the part to keep."""
 LARGE_WEIGHTS = 3.0
 """Gain of the median layer's initial weights over the largest usual one; at most 1.6 in healthy networks."""
+TINY_WEIGHTS = 0.02
+"""The same gain below which weights are too small whatever follows. A SIREN, whose forward pass multiplies by 30, has
+0.05; other healthy networks have 0.14 or more.
+"""
 IN_USE = 1 / 4
 """If outputs are smaller than this part of the gain, the forward pass divides the weights."""
 UNIT = 1.8
@@ -121,13 +125,17 @@ class WholeNetwork(Memory):
     def _weights(self, network: Network) -> Iterator[Finding]:
         """Compare the initial weights of the median layer with the largest usual ones."""
         if network.is_early and not self.gain and not network.ntk_weights:
-            gains = (row.gain for row in network.peers if not math.isnan(network.initial_gain(row)))
-            gain = round(geometric_median(gains), 2)
+            rows = [row for row in network.peers if row.name not in network.from_zero]
+            gains = (row.gain for row in rows if not math.isnan(network.initial_gain(row)))
+            gain = float(f"{geometric_median(gains):.2g}")
             if gain > 0:  # decided once, because outputs grow later
                 self.gain = gain if _is_in_use(gain, network) else min(gain, GAINS[1])
         if network.fresh and len(network.peers) > 1 and self.gain > 0:
             limits = (0.0, LARGE_WEIGHTS)
             yield Finding("large_weights", NETWORK, "weight_natural", self.gain, GAINS[1], limits, AT_ONCE, "usual")
+            if not any(row.scaled for row in network.peers):
+                limits = (TINY_WEIGHTS, math.inf)
+                yield Finding("tiny_weights", NETWORK, "weight_natural", self.gain, 1.0, limits, AT_ONCE, "usual")
 
     def _reused(self, measurement: Measurement) -> Iterator[Finding]:
         """Check that no optimizer uses old gradients; once one does, the finding lasts until gradients are new."""

@@ -18,11 +18,21 @@ UNFIT = {
     "LogSoftmax": BOUNDED,
     "BinaryCrossEntropyWithLogits": BOUNDED,
     "LogSigmoid": ("Sigmoid", "Softmax"),
+    "Sigmoid": ("Sigmoid", "Softmax"),
+    "Softmax": ("Sigmoid", "Softmax"),
     "NllLoss": RAW,
     "NllLoss2D": RAW,
     "CtcLoss": RAW,
 }
-"""Node of a loss -> nodes whose outputs do not fit it: the first three take logits, the others log-probabilities."""
+"""Node of a loss -> nodes whose outputs do not fit it: the first five take logits, the others log-probabilities."""
+RANGES = {"Relu": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0)}
+"""Node of an activation -> the range of its outputs."""
+REGRESSIONS = ("MseLoss", "SmoothL1Loss", "HuberLoss")
+"""Nodes of losses of outputs that should equal their targets."""
+OUT_OF_REACH = 0.1
+"""Mean square of the distances of targets from a range, over their own, above which the activation does not suit them.
+For targets of mean 0 and variance 1 it is 0.5 behind a ReLU and 0.15 behind a tanh.
+"""
 ENTRYWISE = ("Pow", "Abs", "Mul", "Div", "Sub", "MseLoss", "SmoothL1Loss", "HuberLoss")
 """Nodes between a loss's mean and its differences of outputs and targets."""
 LOG_LOSSES = ("NllLoss", "NllLoss2D")
@@ -58,7 +68,8 @@ class LossCheck:
         self._of_step: LossFault | None = None
         self._lasting: LossFault | None = None  # found at the first loss, because it stays
         self._reads_targets = reads_targets
-        self._unfit: list[Tensor] = []  # for each binary cross entropy of the first loss, whether targets do not fit
+        # Fault -> for each node of the first loss that may have it, whether its targets do not fit.
+        self._unfit: dict[LossFault, list[Tensor]] = {}
 
     def begin(self) -> None:
         """Begin a step."""
@@ -68,7 +79,8 @@ class LossCheck:
         """Look at a loss before its backward pass; wait for no device."""
         if self._lasting is None:
             self._lasting = LossFault.SEQUENCE if takes_samples_for_sequence(loss) else LossFault.NONE
-            self._unfit = unfit_targets(loss) if self._reads_targets else []
+            checks = {LossFault.TARGETS: unfit_targets, LossFault.REACH: targets_out_of_reach}
+            self._unfit = {fault: check(loss) for fault, check in checks.items()} if self._reads_targets else {}
         self._of_step = max(self._of_step or LossFault.NONE, fault_of(loss))
         if self.on_loss is not None:
             self.on_loss(loss.reshape(()))
@@ -81,9 +93,10 @@ class LossCheck:
         """
         if self._of_step is None:
             return None
-        if any(bool(unfit) for unfit in self._unfit):
-            self._lasting = LossFault.TARGETS
-        self._unfit = []
+        for fault, unfit in self._unfit.items():
+            if any(bool(one) for one in unfit):
+                self._lasting = fault
+        self._unfit = {}
         return max(self._of_step, self._lasting or LossFault.NONE)
 
 
@@ -151,6 +164,32 @@ def unfit_targets(loss: Tensor) -> list[Tensor]:
         return []
     low, high = TARGETS
     return [((target < low) | (target > high)).any() for target in targets]
+
+
+def targets_out_of_reach(loss: Tensor) -> list[Tensor]:
+    """Return, for each regression of a loss on outputs of an activation, whether most targets are out of their reach.
+
+    The list is empty once a backward pass has freed the targets.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import functional as F
+        >>> outputs, targets = torch.ones(3, requires_grad=True).relu(), torch.tensor([-1.0, 0.0, 1.0])
+        >>> losses = [F.mse_loss(outputs, targets + shift) for shift in (1, 0)]
+        >>> [far.item() for loss in losses for far in targets_out_of_reach(loss)]
+        [False, True]
+    """
+    nodes = {loss.grad_fn, *(node for _, _, node in edges(loss.grad_fn))}
+    far = []
+    for node in nodes:
+        if kind_of(node) in REGRESSIONS and (limits := RANGES.get(kind_of(before_shapes(node.next_functions[0][0])))):
+            try:
+                targets = local_part(node._saved_target).detach()
+            except RuntimeError:
+                continue
+            distances = targets - targets.clamp(*limits)
+            far.append(distances.square().mean() > OUT_OF_REACH * targets.square().mean())
+    return far
 
 
 def _is_over_samples(node: Any) -> bool:

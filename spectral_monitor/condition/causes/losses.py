@@ -9,7 +9,8 @@ from spectral_monitor.measurement import LossFault
 
 _LOSS_FAULTS = {
     LossFault.KIND: "the loss gets an input of the wrong kind, such as the output of a softmax or a ReLU: pass logits "
-    "to cross_entropy and binary_cross_entropy_with_logits, and the output of log_softmax to nll_loss and ctc_loss",
+    "to cross_entropy and binary_cross_entropy_with_logits, the output of log_softmax to nll_loss and ctc_loss, and "
+    "use no sigmoid or softmax behind another",
     LossFault.ALL_PAIRS: "the loss compares each output with the targets of all samples, because their shapes differ, "
     "such as (N, 1) and (N,), and broadcasting makes N x N differences: give both the same shape",
     LossFault.OVER_SAMPLES: "log_softmax runs over the samples of the batch, not over the classes: pass dim=1 or, if "
@@ -18,6 +19,8 @@ _LOSS_FAULTS = {
     "batch_first=True where the samples come first, or swap the first two dimensions",
     LossFault.TARGETS: "a binary cross entropy gets targets far from 0 to 1, such as classes 1 and 2, labels -1 and 1 "
     "or masks up to 255, so its loss falls without end: give it targets between 0 and 1",
+    LossFault.REACH: "outputs of a ReLU, sigmoid, softmax or tanh are compared with targets far outside its range, "
+    "such as negative ones behind a ReLU: leave out the activation, or scale the targets to its range",
 }
 """Fault of a loss's input -> a sentence on it."""
 

@@ -13,6 +13,7 @@ from spectral_monitor.condition.causes.outputs import (
     began_large,
     began_small,
     collapsed,
+    too_small,
     too_small_to_differ,
     vanish,
 )
@@ -318,6 +319,7 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "warmup": _warmup,
     "diverged": _diverged,
     "large_weights": lambda finding, network, history: began_large("most layers began with weights", finding.value),
+    "tiny_weights": lambda finding, network, history: too_small("most layers began with tiny weights", finding.value),
     "features_vanish": lambda finding, network, history: vanish(finding, network),
     "signal_vanishes": lambda finding, network, history: too_small_to_differ(history.small_gain),
     "features_collapsed": lambda finding, network, history: collapsed(finding, network),
