@@ -168,7 +168,8 @@ class Network:
         by_owner: dict[int, list[Row]] = defaultdict(list)
         for row in self.moved_by_rate:
             by_owner[row.settings.owner].append(row)
-        large = {owner: rows for owner, rows in by_owner.items() if len(rows) >= PART}
+        # Target networks and teachers are in no optimizer.
+        large = {owner: rows for owner, rows in by_owner.items() if len(rows) >= PART and owner >= 0}
         if len(large) < 2:
             return {ALL: self}
         return {owner: replace(self, rows=tuple(rows)) for owner, rows in large.items()}
