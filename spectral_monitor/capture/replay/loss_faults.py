@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spectral_monitor.capture.replay.loss_graph import before_shapes, edges, kind_of
+from spectral_monitor.capture.replay.loss_graph import BATCH_NORMS, before_shapes, edges, kind_of
 from spectral_monitor.measurement import LossFault
 from spectral_monitor.state.dtensor import local_part
 
@@ -37,6 +37,8 @@ ENTRYWISE = ("Pow", "Abs", "Mul", "Div", "Sub", "MseLoss", "SmoothL1Loss", "Hube
 """Nodes between a loss's mean and its differences of outputs and targets."""
 LOG_LOSSES = ("NllLoss", "NllLoss2D")
 """Nodes of losses of log-probabilities, (N, C, ...)."""
+JOINS = ("Stack", "Cat")
+"""Nodes that join tensors."""
 LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "NativeBatchNorm")
 """Nodes of the network: the loss does not extend behind them."""
 ATTENTION = ("Softmax", "SafeSoftmax")
@@ -78,7 +80,8 @@ class LossCheck:
     def look(self, loss: Tensor) -> None:
         """Look at a loss before its backward pass; wait for no device."""
         if self._lasting is None:
-            self._lasting = LossFault.SEQUENCE if takes_samples_for_sequence(loss) else LossFault.NONE
+            faults = {LossFault.SEQUENCE: takes_samples_for_sequence, LossFault.PAIRS: normalizes_pairs}
+            self._lasting = next((fault for fault, check in faults.items() if check(loss)), LossFault.NONE)
             checks = {LossFault.TARGETS: unfit_targets, LossFault.REACH: targets_out_of_reach}
             self._unfit = {fault: check(loss) for fault, check in checks.items()} if self._reads_targets else {}
         self._of_step = max(self._of_step or LossFault.NONE, fault_of(loss))
@@ -130,9 +133,10 @@ def fault_of(loss: Tensor) -> LossFault:
         visited.add(node)
         compares_all |= _is_of_pairs(node)
         kind, source = kind_of(node), node.next_functions[0][0] if node.next_functions else None
-        if kind_of(_before_bias(before_shapes(source))) in UNFIT.get(kind, ()):
+        parts = _joined_parts(source)
+        if all(kind_of(_before_bias(before_shapes(part))) in UNFIT.get(kind, ()) for part in parts):
             faults.add(LossFault.KIND)
-        if kind in LOG_LOSSES and _is_over_samples(source):
+        if kind in LOG_LOSSES and all(map(_is_over_samples, parts)):
             faults.add(LossFault.OVER_SAMPLES)
         if is_mean and _is_broadcast(node):
             faults.add(LossFault.ALL_PAIRS)
@@ -190,6 +194,18 @@ def targets_out_of_reach(loss: Tensor) -> list[Tensor]:
             distances = targets - targets.clamp(*limits)
             far.append(distances.square().mean() > OUT_OF_REACH * targets.square().mean())
     return far
+
+
+def _joined_parts(node: Any) -> list[Any]:
+    """Return the nodes whose values a node joins, as where a decoder joins the outputs of its steps; else the node."""
+    joint = before_shapes(node)
+    if kind_of(joint) in JOINS:
+        return [part for part, _ in joint.next_functions]
+    if joint is not None and joint.name().endswith(
+        "CopySlices"
+    ):  # the latest of the steps that are written into a tensor
+        return [joint.next_functions[-1][0]]
+    return [node]
 
 
 def _is_over_samples(node: Any) -> bool:
@@ -262,6 +278,21 @@ def takes_samples_for_sequence(loss: Tensor) -> bool:
     return bool(sequences) and all(
         length == rows and count > 1 and count % rows and count != numbers for length, count in sequences
     )
+
+
+def normalizes_pairs(loss: Tensor) -> bool:
+    """Return whether most batch norms in training mode see only two values of each channel, as with batches of 2.
+
+    Example:
+        >>> import torch
+        >>> network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        >>> [normalizes_pairs(network(torch.randn(count, 4)).square().mean()) for count in (2, 3)]
+        [True, False]
+    """
+    norms = {node for _, _, node in edges(loss.grad_fn) if kind_of(node) in BATCH_NORMS and node._saved_training}
+    shapes = [shape for node in norms if len(shape := _shape_of(node)) > 1]
+    pairs = sum(shape[0] * math.prod(shape[2:]) == 2 for shape in shapes)
+    return 2 * pairs > len(shapes)
 
 
 def _size_of_loss(node: Any) -> tuple[int, int]:

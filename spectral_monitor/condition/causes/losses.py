@@ -21,6 +21,8 @@ _LOSS_FAULTS = {
     "or masks up to 255, so its loss falls without end: give it targets between 0 and 1",
     LossFault.REACH: "outputs of a ReLU, sigmoid, softmax or tanh are compared with targets far outside its range, "
     "such as negative ones behind a ReLU: leave out the activation, or scale the targets to its range",
+    LossFault.PAIRS: "batch norms see only two values of each channel, so they give 1 and -1 whatever these are: use "
+    "larger batches, or a GroupNorm or LayerNorm",
 }
 """Fault of a loss's input -> a sentence on it."""
 
