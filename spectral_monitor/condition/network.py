@@ -166,12 +166,12 @@ class Network:
         Networks that are trained against each other, or side by side, need not move at one pace.
         """
         by_owner: dict[int, list[Row]] = defaultdict(list)
-        for row in self.moved_by_rate:
+        trained = [row for row in self.moved_by_rate if row.settings.owner >= 0]  # unlike target networks and teachers
+        for row in trained:
             by_owner[row.settings.owner].append(row)
-        # Target networks and teachers are in no optimizer.
-        large = {owner: rows for owner, rows in by_owner.items() if len(rows) >= PART and owner >= 0}
+        large = {owner: rows for owner, rows in by_owner.items() if len(rows) >= PART}
         if len(large) < 2:
-            return {ALL: self}
+            return {ALL: replace(self, rows=tuple(trained)) if trained else self}
         return {owner: replace(self, rows=tuple(rows)) for owner, rows in large.items()}
 
     @cached_property

@@ -199,3 +199,16 @@ def test_target_networks_are_no_further_optimizer(count):
         }
         found = judge.judge(measured(step, layers={**layers, **targets}, **(values | slow)), settings)
     assert [verdict.cause for verdict in found if verdict.is_root] == ["rates_too_small"]
+
+
+def test_target_networks_that_lag_do_not_hide_steps_that_are_too_large():
+    layers = network()
+    targets = {f"target.{k}": LayerInfo(f"target.{k}", "operator", 64, 64, (64, 64)) for k in range(9)}
+    settings = {name: replace(its, owner=0, group=0) for name, its in settings_of(layers).items()}
+    still = dict.fromkeys(targets, math.nan)
+    values = dict.fromkeys(("update_natural", "update_ratio", "contribution", "lr", "update_fro"), still)
+    drift = {"drift_ratio": dict.fromkeys(layers, 40.0), "update_ratio": dict.fromkeys(layers, 0.6) | still}
+    judge = Judge(SpectralCondition())
+    for step in (1, 2, 4):
+        found = judge.judge(measured(step, layers={**layers, **targets}, **(values | drift)), settings)
+    assert "rates_too_large" in {verdict.cause for verdict in found}
