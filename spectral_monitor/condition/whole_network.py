@@ -124,7 +124,7 @@ class WholeNetwork(Memory):
 
     def _weights(self, network: Network) -> Iterator[Finding]:
         """Compare the initial weights of the median layer with the largest usual ones."""
-        if network.is_early and not self.gain and not network.ntk_weights:
+        if network.is_early and not self.gain and not _is_ntk(network):
             rows = [row for row in network.peers if row.name not in network.from_zero]
             gains = (row.gain for row in rows if not math.isnan(network.initial_gain(row)))
             gain = float(f"{geometric_median(gains):.2g}")
@@ -194,7 +194,7 @@ def _parametrization(network: Network) -> Iterator[Finding]:
     momentum = max((row.settings.momentum for row in network.peers_or_embeddings), default=0.0)
     for check, wrong in (
         ("sgd_rule", network.sgd_rule_under_adam),
-        ("ntk", network.ntk_rates or network.ntk_weights),
+        ("ntk", network.ntk_rates or _is_ntk(network)),
         ("momentum", LASTING <= momentum < 1),
     ):
         yield _certain(check, "lr", wrong, "the rule of the optimizer")
@@ -225,11 +225,23 @@ def _is_in_use(gain: float, network: Network) -> bool:
     """
     if sum(bool(RECURRENT.search(row.name)) for row in network.peers) > len(network.peers) / 2:
         return True
-    outputs = [size for row in network.peers if (size := row.get("feature_rms")) > 0]
-    if len(outputs) > 1:
-        return geometric_median(outputs) > IN_USE * gain
+    outputs = _size_of_outputs(network)
+    if not math.isnan(outputs):
+        return outputs > IN_USE * gain
     entry = geometric_median(row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in network.peers)
     return not 1 / UNIT < entry < UNIT
+
+
+def _is_ntk(network: Network) -> bool:
+    """Return whether weights have entries of size 1 and outputs, if they are known, show that these are divided."""
+    gain = geometric_median(row.gain for row in network.peers)
+    return network.ntk_weights and not _size_of_outputs(network) > IN_USE * gain
+
+
+def _size_of_outputs(network: Network) -> float:
+    """Return the RMS of the median layer's outputs; NaN if fewer than two are known."""
+    outputs = [size for row in network.peers if (size := row.get("feature_rms")) > 0]
+    return geometric_median(outputs) if len(outputs) > 1 else math.nan
 
 
 def _is_symmetric(network: Network) -> bool:
