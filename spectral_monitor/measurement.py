@@ -57,6 +57,8 @@ class LossFault(IntEnum):
     OVER_SAMPLES = 3  # log-probabilities are normalized over the samples, not over the classes
     SEQUENCE = 4  # recurrent or attention modules of the network take the samples for the steps of a sequence
     TARGETS = 5  # targets of a binary cross entropy are not probabilities, so that it has no minimum
+    REACH = 6  # targets of a regression are far outside the range of the activation before it
+    PAIRS = 7  # batch norms normalize two values, and so give 1 and -1 whatever these are
 
 
 class LayerState(NamedTuple):

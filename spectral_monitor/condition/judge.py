@@ -168,6 +168,7 @@ class Judge:
         return replace(
             network,
             from_zero=frozenset(self._zero_start.from_zero),
+            late_layers=frozenset(self._zero_start.late_layers),
             fresh=self._fresh,
             new=self._new,
             thawed=frozenset(self._frozen - frozen),

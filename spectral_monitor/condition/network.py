@@ -54,6 +54,7 @@ class Network:
     vectors: Mapping[str, Row] = field(default_factory=dict)  # biases and gains by name
     compared: frozenset[str] = frozenset()  # layers that may be compared with others
     from_zero: frozenset[str] = frozenset()  # layers that began at zero
+    late_layers: frozenset[str] = frozenset()  # the few layers that got no gradient while those were zero
     # layer -> factor on its learning rate that the user has declared
     expected: Mapping[str, float] = field(default_factory=dict)
     fresh: bool = True  # whether weights were drawn at random, not left by an earlier training
@@ -165,11 +166,12 @@ class Network:
         Networks that are trained against each other, or side by side, need not move at one pace.
         """
         by_owner: dict[int, list[Row]] = defaultdict(list)
-        for row in self.moved_by_rate:
+        trained = [row for row in self.moved_by_rate if row.settings.owner >= 0]  # unlike target networks and teachers
+        for row in trained:
             by_owner[row.settings.owner].append(row)
         large = {owner: rows for owner, rows in by_owner.items() if len(rows) >= PART}
         if len(large) < 2:
-            return {ALL: self}
+            return {ALL: replace(self, rows=tuple(trained)) if trained else self}
         return {owner: replace(self, rows=tuple(rows)) for owner, rows in large.items()}
 
     @cached_property

@@ -44,9 +44,11 @@ NAMED_BY = {
     "eval_mode": "modes",
     "dropout": "modes",
     "loss_input": "loss",
+    "endless": "loss",
     "features_grow": "rates_too_large",
     "symmetric": "weights",
     "large_weights": "weights",
+    "tiny_weights": "weights",
     "frozen_random": "left_out",
 }
 """Check -> its name in ``SpectralCondition(ignore=[...])``, where the two differ."""

@@ -37,6 +37,10 @@ MOST_DROPPED = 0.75
 """Largest part of its inputs that a dropout may drop; 0.9 is mostly a mistake for the part to keep."""
 LARGE_WEIGHTS = 3.0
 """Gain of the median layer's initial weights over the largest usual one; at most 1.6 in healthy networks."""
+TINY_WEIGHTS = 0.02
+"""The same gain below which weights are too small whatever follows. A SIREN, whose forward pass multiplies by 30, has
+0.05; other healthy networks have 0.14 or more.
+"""
 IN_USE = 1 / 4
 """If outputs are smaller than this part of the gain, the forward pass divides the weights."""
 UNIT = 1.8
@@ -84,6 +88,7 @@ class WholeNetwork(Memory):
         """Yield the findings on the network at a measurement, healthy or not."""
         yield from self._reused(measurement)
         yield from _in_code(measurement)
+        yield from self._losses.endless(measurement, network)
         diverged = self._diverged(measurement, network)
         yield diverged
         if not diverged.inside():
@@ -119,14 +124,18 @@ class WholeNetwork(Memory):
 
     def _weights(self, network: Network) -> Iterator[Finding]:
         """Compare the initial weights of the median layer with the largest usual ones."""
-        if network.is_early and not self.gain and not network.ntk_weights:
-            gains = (row.gain for row in network.peers if not math.isnan(network.initial_gain(row)))
-            gain = round(geometric_median(gains), 2)
+        if network.is_early and not self.gain and not _is_ntk(network):
+            rows = [row for row in network.peers if row.name not in network.from_zero]
+            gains = (row.gain for row in rows if not math.isnan(network.initial_gain(row)))
+            gain = float(f"{geometric_median(gains):.2g}")
             if gain > 0:  # decided once, because outputs grow later
                 self.gain = gain if _is_in_use(gain, network) else min(gain, GAINS[1])
         if network.fresh and len(network.peers) > 1 and self.gain > 0:
             limits = (0.0, LARGE_WEIGHTS)
             yield Finding("large_weights", NETWORK, "weight_natural", self.gain, GAINS[1], limits, AT_ONCE, "usual")
+            if not any(row.scaled for row in network.peers):
+                limits = (TINY_WEIGHTS, math.inf)
+                yield Finding("tiny_weights", NETWORK, "weight_natural", self.gain, 1.0, limits, AT_ONCE, "usual")
 
     def _reused(self, measurement: Measurement) -> Iterator[Finding]:
         """Check that no optimizer uses old gradients; once one does, the finding lasts until gradients are new."""
@@ -185,7 +194,7 @@ def _parametrization(network: Network) -> Iterator[Finding]:
     momentum = max((row.settings.momentum for row in network.peers_or_embeddings), default=0.0)
     for check, wrong in (
         ("sgd_rule", network.sgd_rule_under_adam),
-        ("ntk", network.ntk_rates or network.ntk_weights),
+        ("ntk", network.ntk_rates or _is_ntk(network)),
         ("momentum", LASTING <= momentum < 1),
     ):
         yield _certain(check, "lr", wrong, "the rule of the optimizer")
@@ -216,11 +225,23 @@ def _is_in_use(gain: float, network: Network) -> bool:
     """
     if sum(bool(RECURRENT.search(row.name)) for row in network.peers) > len(network.peers) / 2:
         return True
-    outputs = [size for row in network.peers if (size := row.get("feature_rms")) > 0]
-    if len(outputs) > 1:
-        return geometric_median(outputs) > IN_USE * gain
+    outputs = _size_of_outputs(network)
+    if not math.isnan(outputs):
+        return outputs > IN_USE * gain
     entry = geometric_median(row.get("weight_fro") / math.sqrt(math.prod(row.info.shape)) for row in network.peers)
     return not 1 / UNIT < entry < UNIT
+
+
+def _is_ntk(network: Network) -> bool:
+    """Return whether weights have entries of size 1 and outputs, if they are known, show that these are divided."""
+    gain = geometric_median(row.gain for row in network.peers)
+    return network.ntk_weights and not _size_of_outputs(network) > IN_USE * gain
+
+
+def _size_of_outputs(network: Network) -> float:
+    """Return the RMS of the median layer's outputs; NaN if fewer than two are known."""
+    outputs = [size for row in network.peers if (size := row.get("feature_rms")) > 0]
+    return geometric_median(outputs) if len(outputs) > 1 else math.nan
 
 
 def _is_symmetric(network: Network) -> bool:

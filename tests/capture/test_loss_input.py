@@ -81,6 +81,8 @@ WRONG = {
     "logits that a ReLU has cut": lambda: F.cross_entropy(logits().relu(), Y),
     "two sigmoids": lambda: F.binary_cross_entropy_with_logits(logits().sigmoid(), ONES),
     "a sigmoid before logsigmoid, as in losses of pairs": lambda: -F.logsigmoid(logits().sigmoid()).mean(),
+    "two sigmoids in the model": lambda: F.mse_loss(logits().sigmoid().sigmoid(), ONES),
+    "two softmaxes in the model": lambda: F.nll_loss(logits().softmax(-1).softmax(-1).log(), Y),
     "nll_loss of logits": lambda: F.nll_loss(logits(), Y),
     "nll_loss of probabilities": lambda: F.nll_loss(logits().softmax(-1), Y),
     "ctc_loss of logits": lambda: ctc(sequence()),

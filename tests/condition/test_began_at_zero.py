@@ -247,3 +247,52 @@ def test_an_embedding_that_began_at_zero_has_no_scale_to_mend():
     other = Judge(SpectralCondition())
     found = [other.judge(measured(step, **small)) for step in range(1, 9)]
     assert [verdict.cause for verdict in found[-1]] == ["embedding_scale"], "one that did not has"
+
+
+class Aligner(nn.Module):
+    """Classifies what a small network has moved; its last layer begins at zero, as in a spatial transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.where = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+        self.what = nn.Sequential(
+            *(part for _ in range(4) for part in (nn.Linear(32, 32), nn.ReLU())), nn.Linear(32, 8)
+        )
+        nn.init.zeros_(self.where[-1].weight)
+
+    def forward(self, x):
+        return self.what(x + self.where(x))
+
+
+def aligned(lr, steps=64):
+    """An aligner under SGD, and what was found about it; the layers before the zero move late."""
+    torch.manual_seed(0)
+    model = Aligner()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    probe = SpectralProbe(model, optimizer, mode="observe")
+    teacher = torch.randn(32, 8)
+    for _ in range(steps):
+        x = torch.randn(64, 32)
+        with training_step(probe, optimizer):
+            nn.functional.cross_entropy(model(x), (x @ teacher).argmax(1)).backward()
+    return {verdict.cause for measurement in probe.measurements for verdict in measurement.verdicts}
+
+
+def test_layers_behind_a_matrix_that_began_at_zero_may_move_late():
+    assert not aligned(0.3)
+    assert "rates_too_small" in aligned(0.0003)
+
+
+HELD = {"contribution": {"a": 0.0}, "update_natural": {"a": 0.0}, "weight_natural": {"c": 0.0}}
+
+
+@pytest.mark.parametrize(("first", "named"), [(HELD, False), ({}, True)])
+def test_which_layers_move_late_is_part_of_the_state(first, named):
+    late = {"update_natural": {"a": 1e-4}, "drift_ratio": {"a": 1e-3}}
+    judge = Judge(SpectralCondition())
+    judge.judge(measured(1, **first))
+    state = json.loads(json.dumps(judge.state_dict()))
+    judge = Judge(SpectralCondition())
+    judge.load_state_dict(state)
+    verdicts = [judge.judge(measured(step, **late)) for step in (2, 4, 8, 16)]
+    assert any(verdict.cause == "vanishing" for verdict in verdicts[-1]) == named

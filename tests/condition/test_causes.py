@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from spectral_monitor.condition import CAUSES
-from spectral_monitor.condition.causes import NO_CAUSE, layers, network, outputs, silent
+from spectral_monitor.condition.causes import NO_CAUSE, layers, losses, network, outputs, silent
 from spectral_monitor.condition.verdict import Remedy
 from tests.condition.synthetic import LAYERS, heavy, judged, measured, nothing, only_verdict, set_by, verdicts_on
 
@@ -351,7 +351,7 @@ def test_against_the_theory_weights_may_have_grown():
 
 
 def test_every_cause_that_is_told_is_listed():
-    source = "".join(map(inspect.getsource, (layers, silent, network, outputs)))
+    source = "".join(map(inspect.getsource, (layers, silent, network, outputs, losses)))
     told = set(re.findall(r'(?:Explanation\(\s*|code = |code, \w+ = )"(\w+)"', source))
     told |= {code for code, _ in network._SENTENCES.values()}
     told |= {"lr_too_small", "width", NO_CAUSE}  # by a condition, the judge, and what is left

@@ -115,3 +115,23 @@ def test_without_learning_rates_a_network_that_does_not_move_at_all_has_no_dead_
     still = {"update_natural": dict.fromkeys(LAYERS, 0.0)}
     (verdict,) = verdicts_on(5, only=["update_natural"], **still)
     assert verdict.cause == "nothing_trains"
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        (["b", "b.bias"], "no gradient reaches its weights any more"),
+        (["head"], "an output layer needs no ReLU after it"),
+        ([*LAYERS], "no layer gets a gradient any more: unless the loss is exactly 0"),
+    ],
+)
+def test_layers_that_had_gradients_before_were_closed_by_training(layers, told):
+    """Steps that were too large close ReLUs: initializing the layer again, with the same steps, would not help."""
+    still = dict.fromkeys(layers, 0.0)
+    alive, gone = {}, {"contribution": still}
+    for changes, closed in (([alive, gone, gone], True), ([gone, gone, gone], False)):
+        verdicts = judged([measured(k, summary={"loss": 1.0}, **change) for k, change in enumerate(changes, 1)])[1]
+        (root,) = (verdict for verdict in verdicts if verdict.is_root)
+        assert root.cause == "dead"
+        assert (told in root.sentence) == closed
+        assert ("divide learning rates by 3 or more" in root.sentence) == closed

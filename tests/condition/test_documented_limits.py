@@ -319,3 +319,15 @@ def test_a_weight_is_held_against_the_theory_from_both_sides():
         (high * (1 + JUST), True),
     ):
         assert is_off("reference", {"weight_natural": {"b": size}}, condition=condition) == off
+
+
+def test_a_loss_below_zero_is_held_against_its_first_ones():
+    line = next(line for line in PAGE.splitlines() if "a loss below 0 that falls without end" in line)
+    (limit,) = numbers(line.rpartition(" | ")[2])
+
+    def falls(part, first=2.0, between=(-3.0, -4.0, -5.0)):
+        return is_off("endless", *({"summary": {"loss": x}} for x in (first, *between, -part * 2.0)), start=8)
+
+    assert not falls(limit * (1 - JUST))
+    assert falls(limit * (1 + JUST))
+    assert not falls(limit * (1 + JUST), between=(-3.0, -5.0, -4.0)), "not lower than ever"

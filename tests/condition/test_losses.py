@@ -10,7 +10,7 @@ import pytest
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
 from spectral_monitor.condition.causes import network as causes
 from spectral_monitor.condition.findings import Finding
-from tests.condition.synthetic import LAYERS, measured
+from tests.condition.synthetic import LAYERS, judged, measured, set_by
 from tests.condition.test_whole import every, told
 
 
@@ -205,3 +205,37 @@ def test_a_state_of_before_there_were_distances_knows_none():
     whole = {key: value for key, value in state["whole"].items() if key != "distance"}
     other.load_state_dict(state | {"whole": whole})
     assert [verdict.cause for verdict in other.judge(measured(1, **distances(500.0)))] == ["target_scale"]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ((-1.4, -1.5, -1.7, -5.0, -2000.0, -6e6), True),
+        ((0.5, 0.3, -0.1, -5.0, -2000.0, -6e6, -5e6), True),  # it stays named
+        ((1.4, 1.0, -0.5, -1.5, -2.0, -2.5), False),  # the likelihood of a density
+        ((1.4, 1.0, -0.5, -1.5, -2.0, -1.9e4, -1.0), True),
+        ((1.4, 1.0, -5.0, -2.0, -3.0, -1.0, -1.9e4), False),  # a loss that jumps
+        ((-1.4, -1.5, -1.7, -5.0, -2000.0, -4e4), False),  # less than ten thousand times its size at the start
+        ((1.4, 2.0, 10.0, 1e3, 1e6, 1e9), False),
+    ],
+)
+def test_a_loss_that_falls_without_end_is_named(values, named):
+    changes = [{"summary": {"loss": value}} for value in values]
+    verdict = told(*changes, start=5)[-1].get("loss_input")  # the first steps are those up to step 8
+    assert (verdict is not None) == named
+    assert not named or ("check its sign" in verdict.sentence and "times its size at the start" in verdict.sentence)
+
+
+def test_a_loss_that_falls_without_end_is_named_beside_divergence():
+    changes = [{"summary": {"loss": -(30.0**k)}} for k in range(7)]
+    last = {"summary": {"loss": math.nan}} | every(math.inf, "weight_natural")
+    found = told(*changes, last, start=7)
+    assert found[-1]["loss_input"].is_root
+    assert "loss_input" not in told(*changes, last, start=9)[-1], "its size at the start is not known"
+
+
+def test_losses_of_two_optimizers_may_compete():
+    two = set_by() | {name: set_by(owner=1)[name] for name in ("a", "b")}
+    changes = [measured(7 + k, summary={"loss": -(30.0**k)}) for k in range(7)]
+    causes_of = [{verdict.cause for verdict in judged(changes, settings=s)[1]} for s in (set_by(), two)]
+    assert ["loss_input" in found for found in causes_of] == [True, False]

@@ -1,5 +1,6 @@
 """Networks with an optimizer each, side by side or against each other: the one is named that is off."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -179,3 +180,35 @@ def test_clipping_is_named_only_for_an_optimizer_whose_steps_depend_on_gradients
     assert verdict.cause == "rates_too_small"
     assert set(verdict.remedy.layers) == set(GENERATOR)
     assert ("clip gradients less" in verdict.sentence) == (slow == "SGD")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_target_networks_are_no_further_optimizer(count):
+    """They are in none, and steps that are too small are noticed beside them, under one optimizer or two."""
+    layers = network()
+    targets = {f"target.{k}": LayerInfo(f"target.{k}", "operator", 64, 64, (64, 64)) for k in range(3)}
+    settings = settings_of(layers)
+    if count == 1:
+        settings = {name: replace(its, owner=0, group=0) for name, its in settings.items()}
+    still = dict.fromkeys(targets, math.nan)
+    values = dict.fromkeys(("update_natural", "update_ratio", "contribution", "lr", "update_fro"), still)
+    judge = Judge(SpectralCondition())
+    for step in (1, 2, 4, 8, 16, 32):
+        slow = {
+            key: {**values.get(key, {}), **dict.fromkeys(layers, 1e-4)} for key in ("update_natural", "update_ratio")
+        }
+        found = judge.judge(measured(step, layers={**layers, **targets}, **(values | slow)), settings)
+    assert [verdict.cause for verdict in found if verdict.is_root] == ["rates_too_small"]
+
+
+def test_target_networks_that_lag_do_not_hide_steps_that_are_too_large():
+    layers = network()
+    targets = {f"target.{k}": LayerInfo(f"target.{k}", "operator", 64, 64, (64, 64)) for k in range(9)}
+    settings = {name: replace(its, owner=0, group=0) for name, its in settings_of(layers).items()}
+    still = dict.fromkeys(targets, math.nan)
+    values = dict.fromkeys(("update_natural", "update_ratio", "contribution", "lr", "update_fro"), still)
+    drift = {"drift_ratio": dict.fromkeys(layers, 40.0), "update_ratio": dict.fromkeys(layers, 0.6) | still}
+    judge = Judge(SpectralCondition())
+    for step in (1, 2, 4):
+        found = judge.judge(measured(step, layers={**layers, **targets}, **(values | drift)), settings)
+    assert "rates_too_large" in {verdict.cause for verdict in found}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from spectral_monitor import SpectralCondition, SpectralProbe
+from spectral_monitor.condition.whole_network import TINY_WEIGHTS
 from tests.one_step import training_step
 
 WIDTH = 32
@@ -140,3 +143,37 @@ def test_steps_that_do_not_suit_small_weights_are_the_weights_fault(factor, opti
         if root.cause == "weights_too_small":
             assert root.remedy.value == pytest.approx(10, rel=0.1)
             assert "by about 10" in root.sentence
+
+
+@pytest.mark.parametrize(("factor", "named"), [(0.03, True), (0.04, False), (0.005, True)])
+@pytest.mark.parametrize("depth", [2, 5])
+def test_norms_do_not_make_up_for_tiny_weights(factor, named, depth):
+    """Usual weights of PyTorch multiply features by 0.58."""
+    found, probe = causes(network(factor, depth=depth, norms=True), ignore=["features"])
+    assert ["weights_too_small" in roots for roots in found] == [named] * 4
+    sentences = [root.sentence for root in probe.latest.roots if root.cause == "weights_too_small"]
+    assert all("unless a factor in the forward pass makes up for it" in sentence for sentence in sentences)
+    ignored = causes(network(factor, depth=depth, norms=True), ignore=["features", "weights"])[0]
+    assert not any("weights_too_small" in roots for roots in ignored)
+
+
+@pytest.mark.parametrize("rescaled", [False, True])
+def test_tiny_weights_that_a_module_rescales_are_left_alone(rescaled):
+    model = network(0.005)
+    for layer in model:
+        if rescaled and isinstance(layer, nn.Linear):
+            nn.utils.parametrizations.weight_norm(layer).parametrizations.weight.original0.data.fill_(1.0)
+    assert any("weights_too_small" in roots for roots in causes(model)[0]) != rescaled
+
+
+def test_layers_that_begin_at_zero_do_not_count():
+    model = network(1.0)
+    for layer in (model[2], model[4], model[6]):
+        nn.init.zeros_(layer.weight)
+    assert not any("weights_too_small" in roots for roots in causes(model, lr=1e-3)[0])
+
+
+def test_the_stated_limit_of_tiny_weights():
+    page = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text()
+    (line,) = (line for line in page.splitlines() if "the same factor by itself" in line)
+    assert float(line.strip("| ").rpartition(" | ")[2]) == TINY_WEIGHTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import SpectralConditionWarning, SpectralMonitor, SpectralProbe, check
 from spectral_monitor.condition import Judge, SpectralCondition
-from tests.condition.synthetic import measured
+from tests.condition.synthetic import measured, set_by
 from tests.one_step import training_step
 
 X = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
@@ -170,3 +171,13 @@ def test_a_loss_with_a_part_without_gradients_tells_nothing_about_targets():
             loss.backward()
     assert probe.latest.summary["loss_distance"] > 10
     assert {root.cause for root in probe.latest.roots} == {"dead"}
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_an_output_layer_in_no_optimizer_tells_nothing_about_targets(held):
+    """Another layer is then taken for the output layer."""
+    far = {"loss": 1.0, "loss_distance": 30.0}
+    settings = set_by()
+    settings["head"] = replace(settings["head"], owner=0 if held else -1, forgotten=not held)
+    found = Judge(SpectralCondition()).judge(measured(1, summary=far), settings)
+    assert ("target_scale" in {verdict.cause for verdict in found}) == held

@@ -70,6 +70,14 @@ def test_weights_of_the_tangent_parametrization():
     assert NETWORK not in causes("Adam", **ones()), "where entries move by the learning rate, features do too"
 
 
+@pytest.mark.parametrize(("outputs", "cause"), [(1.0, "ntk_scaling"), (100.0, "weights_too_large")])
+def test_outputs_show_whether_the_forward_pass_divides_weights_of_size_one(outputs, cause):
+    """Else weights were drawn from a unit normal distribution by mistake."""
+    found = causes("SGD", **ones(), feature_rms=dict.fromkeys(WIDE, outputs))
+    assert cause in {verdict.cause for verdict in found.values() if verdict.is_root}
+    assert {"ntk_scaling", "weights_too_large"} - {cause} - {verdict.cause for verdict in found.values()}
+
+
 @pytest.mark.parametrize(("size", "told"), [(0.49, False), (0.51, True), (1.0, True), (1.99, True), (2.01, False)])
 def test_entries_of_size_one_are_so_within_a_factor_of_two(size, told):
     """In every layer."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spectral_monitor.capture.replay.loss_graph import before_shapes, edges, kind_of
+from spectral_monitor.capture.replay.loss_graph import BATCH_NORMS, before_shapes, edges, kind_of
 from spectral_monitor.measurement import LossFault
 from spectral_monitor.state.dtensor import local_part
 
@@ -18,15 +18,27 @@ UNFIT = {
     "LogSoftmax": BOUNDED,
     "BinaryCrossEntropyWithLogits": BOUNDED,
     "LogSigmoid": ("Sigmoid", "Softmax"),
+    "Sigmoid": ("Sigmoid", "Softmax"),
+    "Softmax": ("Sigmoid", "Softmax"),
     "NllLoss": RAW,
     "NllLoss2D": RAW,
     "CtcLoss": RAW,
 }
-"""Node of a loss -> nodes whose outputs do not fit it: the first three take logits, the others log-probabilities."""
+"""Node of a loss -> nodes whose outputs do not fit it: the first five take logits, the others log-probabilities."""
+RANGES = {"Relu": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0)}
+"""Node of an activation -> the range of its outputs."""
+REGRESSIONS = ("MseLoss", "SmoothL1Loss", "HuberLoss")
+"""Nodes of losses of outputs that should equal their targets."""
+OUT_OF_REACH = 0.1
+"""Mean square of the distances of targets from a range, over their own, above which the activation does not suit them.
+For targets of mean 0 and variance 1 it is 0.5 behind a ReLU and 0.15 behind a tanh.
+"""
 ENTRYWISE = ("Pow", "Abs", "Mul", "Div", "Sub", "MseLoss", "SmoothL1Loss", "HuberLoss")
 """Nodes between a loss's mean and its differences of outputs and targets."""
 LOG_LOSSES = ("NllLoss", "NllLoss2D")
 """Nodes of losses of log-probabilities, (N, C, ...)."""
+JOINS = ("Stack", "Cat")
+"""Nodes that join tensors."""
 LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "NativeBatchNorm")
 """Nodes of the network: the loss does not extend behind them."""
 ATTENTION = ("Softmax", "SafeSoftmax")
@@ -58,7 +70,8 @@ class LossCheck:
         self._of_step: LossFault | None = None
         self._lasting: LossFault | None = None  # found at the first loss, because it stays
         self._reads_targets = reads_targets
-        self._unfit: list[Tensor] = []  # for each binary cross entropy of the first loss, whether targets do not fit
+        # Fault -> for each node of the first loss that may have it, whether its targets do not fit.
+        self._unfit: dict[LossFault, list[Tensor]] = {}
 
     def begin(self) -> None:
         """Begin a step."""
@@ -67,8 +80,10 @@ class LossCheck:
     def look(self, loss: Tensor) -> None:
         """Look at a loss before its backward pass; wait for no device."""
         if self._lasting is None:
-            self._lasting = LossFault.SEQUENCE if takes_samples_for_sequence(loss) else LossFault.NONE
-            self._unfit = unfit_targets(loss) if self._reads_targets else []
+            faults = {LossFault.SEQUENCE: takes_samples_for_sequence, LossFault.PAIRS: normalizes_pairs}
+            self._lasting = next((fault for fault, check in faults.items() if check(loss)), LossFault.NONE)
+            checks = {LossFault.TARGETS: unfit_targets, LossFault.REACH: targets_out_of_reach}
+            self._unfit = {fault: check(loss) for fault, check in checks.items()} if self._reads_targets else {}
         self._of_step = max(self._of_step or LossFault.NONE, fault_of(loss))
         if self.on_loss is not None:
             self.on_loss(loss.reshape(()))
@@ -81,9 +96,10 @@ class LossCheck:
         """
         if self._of_step is None:
             return None
-        if any(bool(unfit) for unfit in self._unfit):
-            self._lasting = LossFault.TARGETS
-        self._unfit = []
+        for fault, unfit in self._unfit.items():
+            if any(bool(one) for one in unfit):
+                self._lasting = fault
+        self._unfit = {}
         return max(self._of_step, self._lasting or LossFault.NONE)
 
 
@@ -117,9 +133,10 @@ def fault_of(loss: Tensor) -> LossFault:
         visited.add(node)
         compares_all |= _is_of_pairs(node)
         kind, source = kind_of(node), node.next_functions[0][0] if node.next_functions else None
-        if kind_of(_before_bias(before_shapes(source))) in UNFIT.get(kind, ()):
+        parts = _joined_parts(source)
+        if all(kind_of(_before_bias(before_shapes(part))) in UNFIT.get(kind, ()) for part in parts):
             faults.add(LossFault.KIND)
-        if kind in LOG_LOSSES and _is_over_samples(source):
+        if kind in LOG_LOSSES and all(map(_is_over_samples, parts)):
             faults.add(LossFault.OVER_SAMPLES)
         if is_mean and _is_broadcast(node):
             faults.add(LossFault.ALL_PAIRS)
@@ -151,6 +168,44 @@ def unfit_targets(loss: Tensor) -> list[Tensor]:
         return []
     low, high = TARGETS
     return [((target < low) | (target > high)).any() for target in targets]
+
+
+def targets_out_of_reach(loss: Tensor) -> list[Tensor]:
+    """Return, for each regression of a loss on outputs of an activation, whether most targets are out of their reach.
+
+    The list is empty once a backward pass has freed the targets.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import functional as F
+        >>> outputs, targets = torch.ones(3, requires_grad=True).relu(), torch.tensor([-1.0, 0.0, 1.0])
+        >>> losses = [F.mse_loss(outputs, targets + shift) for shift in (1, 0)]
+        >>> [far.item() for loss in losses for far in targets_out_of_reach(loss)]
+        [False, True]
+    """
+    nodes = {loss.grad_fn, *(node for _, _, node in edges(loss.grad_fn))}
+    far = []
+    for node in nodes:
+        if kind_of(node) in REGRESSIONS and (limits := RANGES.get(kind_of(before_shapes(node.next_functions[0][0])))):
+            try:
+                targets = local_part(node._saved_target).detach()
+            except RuntimeError:
+                continue
+            distances = targets - targets.clamp(*limits)
+            far.append(distances.square().mean() > OUT_OF_REACH * targets.square().mean())
+    return far
+
+
+def _joined_parts(node: Any) -> list[Any]:
+    """Return the nodes whose values a node joins, as where a decoder joins the outputs of its steps; else the node."""
+    joint = before_shapes(node)
+    if kind_of(joint) in JOINS:
+        return [part for part, _ in joint.next_functions]
+    if joint is not None and joint.name().endswith(
+        "CopySlices"
+    ):  # the latest of the steps that are written into a tensor
+        return [joint.next_functions[-1][0]]
+    return [node]
 
 
 def _is_over_samples(node: Any) -> bool:
@@ -223,6 +278,21 @@ def takes_samples_for_sequence(loss: Tensor) -> bool:
     return bool(sequences) and all(
         length == rows and count > 1 and count % rows and count != numbers for length, count in sequences
     )
+
+
+def normalizes_pairs(loss: Tensor) -> bool:
+    """Return whether most batch norms in training mode see only two values of each channel, as with batches of 2.
+
+    Example:
+        >>> import torch
+        >>> network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        >>> [normalizes_pairs(network(torch.randn(count, 4)).square().mean()) for count in (2, 3)]
+        [True, False]
+    """
+    norms = {node for _, _, node in edges(loss.grad_fn) if kind_of(node) in BATCH_NORMS and node._saved_training}
+    shapes = [shape for node in norms if len(shape := _shape_of(node)) > 1]
+    pairs = sum(shape[0] * math.prod(shape[2:]) == 2 for shape in shapes)
+    return 2 * pairs > len(shapes)
 
 
 def _size_of_loss(node: Any) -> tuple[int, int]:

@@ -211,7 +211,7 @@ def _readout_width(finding: Finding, row: Row, network: Network) -> Explanation 
 
 def _vanishing(finding: Finding, row: Row, network: Network) -> Explanation | None:
     drift, median = row.get("drift_ratio"), network.comparison.others("drift_ratio", row)
-    if finding.ratio > 1 or not drift < STILL * median:
+    if finding.ratio > 1 or not drift < STILL * median or row.name in network.late_layers:
         return None
     return Explanation(
         "vanishing",

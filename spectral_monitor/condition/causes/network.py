@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES, Explanation
+from spectral_monitor.condition.causes.losses import unfit_input, without_bound
 from spectral_monitor.condition.causes.outputs import (
     USUAL_GAIN,
     began_large,
     began_small,
     collapsed,
+    too_small,
     too_small_to_differ,
     vanish,
 )
@@ -20,7 +22,6 @@ from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import GAINS, Network
 from spectral_monitor.condition.verdict import Remedy, short
 from spectral_monitor.fitting.medians import geometric_median, nanmax
-from spectral_monitor.measurement import LossFault
 
 TOO_FAST = 20.0
 """Learning rates are too large by about this times the square root of the median layer's relative update: steps that
@@ -308,20 +309,6 @@ _SENTENCES = {
 }
 """Check -> its only cause, and a sentence on it; the remedy is no setting of the optimizer."""
 
-_LOSS_FAULTS = {
-    LossFault.KIND: "the loss gets an input of the wrong kind, such as the output of a softmax or a ReLU: pass logits "
-    "to cross_entropy and binary_cross_entropy_with_logits, and the output of log_softmax to nll_loss and ctc_loss",
-    LossFault.ALL_PAIRS: "the loss compares each output with the targets of all samples, because their shapes differ, "
-    "such as (N, 1) and (N,), and broadcasting makes N x N differences: give both the same shape",
-    LossFault.OVER_SAMPLES: "log_softmax runs over the samples of the batch, not over the classes: pass dim=1 or, if "
-    "classes come last, dim=-1",
-    LossFault.SEQUENCE: "recurrent or attention modules take the samples of the batch for the steps of a sequence: set "
-    "batch_first=True where the samples come first, or swap the first two dimensions",
-    LossFault.TARGETS: "a binary cross entropy gets targets far from 0 to 1, such as classes 1 and 2, labels -1 and 1 "
-    "or masks up to 255, so its loss falls without end: give it targets between 0 and 1",
-}
-"""Fault of a loss's input -> a sentence on it."""
-
 _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "rates_too_large": _too_large,
     "features_grow": _too_large,
@@ -332,6 +319,7 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "warmup": _warmup,
     "diverged": _diverged,
     "large_weights": lambda finding, network, history: began_large("most layers began with weights", finding.value),
+    "tiny_weights": lambda finding, network, history: too_small("most layers began with tiny weights", finding.value),
     "features_vanish": lambda finding, network, history: vanish(finding, network),
     "signal_vanishes": lambda finding, network, history: too_small_to_differ(history.small_gain),
     "features_collapsed": lambda finding, network, history: collapsed(finding, network),
@@ -341,8 +329,7 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "readout_takes_all": _readout,
     "left_out": lambda finding, network, history: forgotten(network),
     "frozen_random": lambda finding, network, history: frozen(finding, network),
-    "loss_input": lambda finding, network, history: Explanation(
-        "loss_input", _LOSS_FAULTS[LossFault(int(finding.value))], Remedy("check")
-    ),
+    "loss_input": lambda finding, network, history: unfit_input(finding),
+    "endless": lambda finding, network, history: without_bound(finding),
 }
 """Check -> function that explains it."""

@@ -59,8 +59,11 @@ def too_small_to_differ(gain: float) -> Explanation:
 
 def began_small(symptom: str, gain: float) -> Explanation | None:
     """Explain steps that are far from the size of the weights by a median gain below that of healthy networks."""
-    if not 0 < gain < GAINS[0]:
-        return None
+    return too_small(symptom, gain) if 0 < gain < GAINS[0] else None
+
+
+def too_small(symptom: str, gain: float) -> Explanation:
+    """Explain by initial weights with this gain, which is below that of healthy networks."""
     return Explanation(
         "weights_too_small",
         f"{symptom}; initial weights multiply features by only {short(gain)} in the median layer: multiply them by "

@@ -17,6 +17,11 @@ from spectral_monitor.messages import joined
 
 MAX_NAMES = 3
 """Largest number of parameters that a sentence names."""
+CLOSED = (
+    "a ReLU no longer opens, probably because steps were too large for its inputs: divide learning rates by 3 or more, "
+    "normalize inputs, and begin again"
+)
+"""Why layers that had gradients before get none, and what to do."""
 
 
 def lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
@@ -61,14 +66,12 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
             "gradient; initialize one of them at random",
             check,
         )
+    lived = any(network.largest_steps.get(other.name, 0.0) > 0 for other in without_gradient)
     if len(without_gradient) == len(network.rows):
-        return Explanation(
-            "dead",
-            (
-                "no layer gets a gradient: the loss does not depend on them or is exactly 0, or a dead layer blocks "
-                "all gradients"
-            ),
-        )
+        cause = "the loss does not depend on them or is exactly 0, or a dead layer blocks all gradients"
+        if lived:
+            cause = f"unless the loss is exactly 0, {CLOSED}"
+        return Explanation("dead", f"no layer gets a gradient{' any more' * lived}: {cause}")
     if _gives_zeros(row):
         return Explanation(
             "dead_input", ("its inputs are all zero: the layer before it is dead, or the data is all zero")
@@ -83,6 +86,10 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
         return Explanation("dead_above", f"a later layer ({blamed[-1].name}) is dead and lets no gradient through")
     bias = network.vectors.get(f"{row.name}.bias", row).get("weight_natural")
     bias_size = f" (biases of size {short(bias)})" if bias > 10 else ""
+    if network.largest_steps.get(row.name, 0.0) > 0:
+        hint = "; an output layer needs no ReLU after it" * (row.info.role == "readout")
+        sentence = f"no gradient reaches its weights any more: {CLOSED}{bias_size}{hint}"
+        return Explanation("dead", sentence, check)
     return Explanation(
         "dead",
         "no gradient reaches its weights: its outputs are detached, or cut off, as by a ReLU that never "

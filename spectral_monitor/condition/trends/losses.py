@@ -1,4 +1,4 @@
-"""The loss as a sign of steps that are too large: it has risen again, or shorter steps would lower it further."""
+"""The loss as a sign of steps that are too large, or of a loss that nothing bounds from below."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from spectral_monitor.condition.findings import Finding
+from spectral_monitor.condition.findings import AT_ONCE, Finding
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.trends.pace import SETTLED
@@ -37,6 +37,11 @@ MOST_OF_LOSS = 3.0
 The median over :data:`EDGES` measurements stays below 1 in healthy networks.
 """
 
+DEPTH, FALLS = 1e4, 4
+"""Times its size at the start that a loss is below 0, and number of consecutive measurements at which it was lower than
+ever, if nothing bounds it from below. Likelihoods of densities fall below 0, but to a few times the first loss.
+"""
+
 
 @dataclass
 class LossTrend(Memory):
@@ -46,6 +51,10 @@ class LossTrend(Memory):
     losses: list[float] = field(default_factory=list)  # the first and the lowest, if known
     promised: list[float] = field(default_factory=list)  # predicted decreases of the latest steps over the loss
     signed: bool = False  # whether the loss was ever below 0, so that it need not end at 0
+    start: float = 0.0  # largest size of the loss in the first steps
+    deepest: float = 0.0  # lowest loss below 0 so far
+    falls: int = 0  # number of consecutive measurements at which the loss was lower than ever
+    boundless: bool = False  # whether such a loss has been too far below 0
 
     def findings(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
         """Yield the findings on the loss, healthy or not.
@@ -58,6 +67,23 @@ class LossTrend(Memory):
         yield from self._lost_ground(measurement, network, pace)
         yield from self._overshooting(measurement)
         yield from self._promising(measurement, network)
+
+    def endless(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
+        """Compare a loss below 0, while it falls, with its size at the start; several optimizers may have several."""
+        loss = measurement.summary.get("loss", math.nan)
+        if not math.isnan(loss):
+            self.start = max(self.start, abs(loss)) if network.is_early else self.start
+            self.falls = self.falls + 1 if loss < self.deepest else 0
+            self.deepest = min(self.deepest, loss)
+        if not self.start or len({row.settings.owner for row in network.rows} - {-1}) > 1:
+            return
+        depth = min(-self.deepest / self.start, 1e300)
+        self.boundless |= depth > DEPTH and self.falls >= FALLS
+        against, value = (
+            f"{self.deepest:.2g}, {depth:.2g} times its size at the start",
+            depth if self.boundless else 0.0,
+        )
+        yield Finding("endless", NETWORK, "loss", value, 1.0, (0.0, DEPTH), AT_ONCE, against, measured=False)
 
     def _lost_ground(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
         """Compare the loss with the first and the lowest one, in a network whose steps are large.

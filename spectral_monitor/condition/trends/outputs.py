@@ -98,8 +98,10 @@ class OutputTrend(Memory):
     def targets(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
         """Compare the distance that the loss asks outputs to move at the start with their usual size, 1."""
         distance = measurement.summary.get("loss_distance", math.nan)
-        # The distance tells nothing about targets if the loss gets an unfit input, or has a part without a gradient.
-        if measurement.summary.get("unfit_loss_input", 0.0) > 0 or network.cut_off:
+        # The distance tells nothing about targets if the loss gets an unfit input, or has a part without a gradient. If
+        # gradients arrive at a layer that no optimizer holds, another one may have been taken for the output layer.
+        forgotten = any(row.settings.forgotten for row in network.rows)
+        if measurement.summary.get("unfit_loss_input", 0.0) > 0 or network.cut_off or forgotten:
             return
         if not (self.distance or math.isnan(distance)) and network.is_early:
             sizes = [row.get("feature_rms") for row in network.peers if row.info.role == "readout"]

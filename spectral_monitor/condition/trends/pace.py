@@ -131,8 +131,9 @@ def _grown_layers(network: Network) -> list[Row]:
 
 
 def _moving(network: Network) -> list[Row]:
-    """Return those of these layers that a gradient moves."""
-    return [row for row in _grown_layers(network) if row.get("update_ratio") > 0 and row.has_gradient]
+    """Return those of these layers that a gradient moves, without those that it reaches late."""
+    rows = [row for row in _grown_layers(network) if row.name not in network.late_layers]
+    return [row for row in rows if row.get("update_ratio") > 0 and row.has_gradient]
 
 
 def _of_one(network: Network, rows: Sequence[Row]) -> tuple[str, ...]:

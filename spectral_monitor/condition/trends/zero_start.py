@@ -36,11 +36,13 @@ class ZeroStartGate:
     Attributes:
         reason: why layers are not compared at the latest measurement; empty if they are.
         from_zero: layers that began at zero.
+        late_layers: the layers, less than half, that got no gradient while these were zero. They begin to move late.
     """
 
     def __init__(self) -> None:
         self.reason = ""
         self.from_zero: set[str] = set()
+        self.late_layers: set[str] = set()
         self._growing: dict[str, int] = {}  # layer -> number of measurements it has been growing for
         self._open: set[str] = set()  # gains that have had enough time to leave zero
         self._looked = 0  # number of measurements with a learning rate above 0
@@ -56,6 +58,9 @@ class ZeroStartGate:
         sizes = {row.name: row.get("weight_natural") for row in (*network.rows, *_gates(network))}
         new = {name for name, size in sizes.items() if not size or _began_at_zero(measurement, name)} - self.from_zero
         self.from_zero |= new
+        if new and network.top_lr > 0:
+            still = {row.name for row in network.moved_by_rate if row.name not in new and not row.has_gradient}
+            self.late_layers |= still if 2 * len(still) < len(network.moved_by_rate) else set()
         if self._looked < GRACE:
             self._growing |= dict.fromkeys(sorted(new), 0)  # in the same order in every process
         if network.top_lr == 0:  # before a warm-up
@@ -84,11 +89,13 @@ class ZeroStartGate:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain types."""
-        return {"growing": dict(self._growing), "from_zero": sorted(self.from_zero), "looked": self._looked}
+        late = {"late": sorted(self.late_layers)} if self.late_layers else {}
+        return {"growing": dict(self._growing), "from_zero": sorted(self.from_zero), "looked": self._looked, **late}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._growing, self.from_zero = dict(state["growing"]), set(state["from_zero"])
+        self.late_layers = set(state.get("late", ()))
         self._looked = int(state["looked"])
 
 
