@@ -201,9 +201,7 @@ def _joined_parts(node: Any) -> list[Any]:
     joint = before_shapes(node)
     if kind_of(joint) in JOINS:
         return [part for part, _ in joint.next_functions]
-    if joint is not None and joint.name().endswith(
-        "CopySlices"
-    ):  # the latest of the steps that are written into a tensor
+    if joint is not None and joint.name().endswith("CopySlices"):  # of the steps that are written into it, the latest
         return [joint.next_functions[-1][0]]
     return [node]
 

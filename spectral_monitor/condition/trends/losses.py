@@ -79,10 +79,8 @@ class LossTrend(Memory):
             return
         depth = min(-self.deepest / self.start, 1e300)
         self.boundless |= depth > DEPTH and self.falls >= FALLS
-        against, value = (
-            f"{self.deepest:.2g}, {depth:.2g} times its size at the start",
-            depth if self.boundless else 0.0,
-        )
+        value = depth if self.boundless else 0.0
+        against = f"{self.deepest:.2g}, {depth:.2g} times its size at the start"
         yield Finding("endless", NETWORK, "loss", value, 1.0, (0.0, DEPTH), AT_ONCE, against, measured=False)
 
     def _lost_ground(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
