@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectral_monitor.state.dtensor import local_part
+from spectral_monitor.state.dtensor import local_part, local_tensor
 from spectral_monitor.state.snapshot import has_memory
 
 WeightVersions = dict[int, tuple[int, int]]
@@ -95,7 +95,7 @@ class GuardedTensor:
         """
         base = x._base if x._is_view() else x
         reusable = base is None or base.grad_fn is None
-        return cls(rows.clone() if reusable and rows.data_ptr() == local_part(x).data_ptr() else rows)
+        return cls(rows.clone() if reusable and rows.data_ptr() == local_tensor(x).data_ptr() else rows)
 
     def get(self) -> Tensor | None:
         """Return the rows; ``None`` if they were overwritten."""
@@ -110,7 +110,7 @@ class GuardedTensor:
 
 def weight_versions(parameters: Iterable[Tensor]) -> WeightVersions:
     """Return the present versions and addresses."""
-    parts = ((p, local_part(p)) for p in parameters)
+    parts = ((p, local_tensor(p)) for p in parameters)
     return {id(p): (p._version, part.data_ptr() if part.layout == torch.strided else 0) for p, part in parts}
 
 

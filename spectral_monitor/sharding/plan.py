@@ -12,7 +12,7 @@ from spectral_monitor.layers import Layer
 from spectral_monitor.sharding.process_group import ProcessGroup
 from spectral_monitor.sharding.rectangles import Rectangle, aligned, contents, rectangles, unfit
 from spectral_monitor.sharding.shard_region import Range, ShardRegion, extent_of, whole_extent
-from spectral_monitor.state.dtensor import is_distributed, local_part
+from spectral_monitor.state.dtensor import is_distributed, local_tensor
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Holding:
 
     def contents(self, layer: Layer, tensor: Tensor) -> list[Tensor]:
         """Return the entries (count, rows, cols) of each rectangle of a tensor that is sharded like the parameter."""
-        return contents(layer.layout, self.extent, local_part(tensor)) if self.rectangles else []
+        return contents(layer.layout, self.extent, local_tensor(tensor)) if self.rectangles else []
 
 
 NOTHING = Holding(whole_extent(()), ())

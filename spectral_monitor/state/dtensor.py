@@ -13,11 +13,15 @@ def is_distributed(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a DTensor, or the tensor itself, as a detached view; no communication."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this process's part of a DTensor, or the tensor itself; no communication."""
     if type(tensor) is nn.Parameter or type(tensor) is Tensor:  # thousands in each measured step
-        return tensor.detach()
+        return tensor
     part: Tensor = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     wait = getattr(part, "wait", None)  # a collective may still be under way
-    part = wait() if callable(wait) else part
-    return part.detach()
+    return wait() if callable(wait) else part
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the same as a detached view."""
+    return local_tensor(tensor).detach()

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from spectral_monitor.state import objects
 from spectral_monitor.state.buffers import kept
-from spectral_monitor.state.dtensor import is_distributed, local_part
+from spectral_monitor.state.dtensor import is_distributed, local_part, local_tensor
 from spectral_monitor.state.module_tables import HOOKS, ModuleAttributes, NewHookRemoval, Tables
 
 MAX_ITEMS = 10_000
@@ -61,7 +61,7 @@ def has_memory(tensor: Tensor) -> bool:
     """
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return True
-    part = local_part(tensor)
+    part = local_tensor(tensor)
     last = part.storage_offset() + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
     try:
         return (last + 1) * part.element_size() <= part.untyped_storage().nbytes()

@@ -32,7 +32,7 @@ from spectral_monitor.capture.row_sampling import (
 from spectral_monitor.functional.vector_norms import whole_length
 from spectral_monitor.layers import Layer
 from spectral_monitor.measurement import NODE, PASSED_OVER, UNFIT
-from spectral_monitor.state.dtensor import local_part
+from spectral_monitor.state.dtensor import local_part, local_tensor
 
 Foresight = Callable[[Any], BatchSlice | None]
 """A call that begins -> the samples that will be rerun, if it is known that they are enough; else ``None``."""
@@ -145,7 +145,7 @@ class CallRecorder:
                     watcher.add(i, x, out, layer)
                 return
             form, n = layer.features_of(out), len(self.calls.get(i, ()))
-            count = count_rows(local_part(out), *form)
+            count = count_rows(local_tensor(out), *form)
             call = self._call((i, n), out, count, *form)
             if x is not None:
                 self._take_inputs(i, call, x, count, *form)

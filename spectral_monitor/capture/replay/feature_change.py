@@ -13,7 +13,7 @@ from spectral_monitor.capture.row_sampling import chosen_rows, concatenated, cou
 from spectral_monitor.functional.vector_norms import lengths, row_products
 from spectral_monitor.layers import Layer
 from spectral_monitor.linalg import compute_dtype
-from spectral_monitor.state.dtensor import local_part
+from spectral_monitor.state.dtensor import local_tensor
 
 KERNEL_ROWS = 256
 """Rows of a call whose inner products are compared."""
@@ -110,8 +110,8 @@ class Replay:
         change = None
         if len(changes) < len(calls):
             before, form = calls[len(changes)], layer.features_of(out)
-            if count_rows(local_part(out), *form) == before.rerun_count:
-                rows = rows_of(local_part(out), *form, before.index)[: len(before.h)]
+            if count_rows(local_tensor(out), *form) == before.rerun_count:
+                rows = rows_of(local_tensor(out), *form, before.index)[: len(before.h)]
                 change = self._compare(rows, before) if rows.shape == before.h.shape else None
         changes.append(change)
 

@@ -53,7 +53,7 @@ class RawScalars:
 
         Making a tensor for each layer, and concatenating them, would take longer than computing the values.
         """
-        self._columns[name].append((spans, values.detach()))
+        self._columns[name].append((spans, values.detach() if values.requires_grad else values))
 
     def note(self, layer: int, name: str, number: float) -> None:
         """Add or replace a number that is on the host."""

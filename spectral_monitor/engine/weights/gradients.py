@@ -12,7 +12,7 @@ from torch import Tensor
 from spectral_monitor.functional import contribution
 from spectral_monitor.linalg import compute_dtype
 from spectral_monitor.sharding.shard_region import extent_of
-from spectral_monitor.state.dtensor import is_distributed, local_part
+from spectral_monitor.state.dtensor import is_distributed, local_part, local_tensor
 
 CHUNK = 1 << 18
 """Entries of an update that are computed at a time."""
@@ -68,11 +68,11 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     """Return the norms of the local parts of gradients, -1 for those that are ``None``."""
     if not parameters:
         return torch.empty(0, device="cpu")
-    gradients = [None if p.grad is None else _dense(local_part(p.grad)) for p in parameters]
+    gradients = [None if p.grad is None else _dense(local_tensor(p.grad)) for p in parameters]
     present = [g for g in gradients if g is not None]
     doubles = any(g.dtype in (torch.float64, torch.complex128) for g in present)
     dtype = torch.float64 if doubles else torch.float32
-    missing = torch.full((), -1.0, dtype=dtype, device=local_part(parameters[0]).device)
+    missing = torch.full((), -1.0, dtype=dtype, device=local_tensor(parameters[0]).device)
     norms = iter(torch._foreach_norm(present) if present else ())
     return torch.stack([missing if g is None else next(norms).to(missing) for g in gradients])
 

@@ -18,7 +18,7 @@ from spectral_monitor.linalg import AllReduce, Shard, ShardedStack, compute_dtyp
 from spectral_monitor.linalg.lanczos import BLOCK, CAPACITY_INCREMENT, INITIAL_CAPACITY
 from spectral_monitor.sharding import Holding, Range, Rectangle
 from spectral_monitor.state.buffers import empty_buffer, kept
-from spectral_monitor.state.dtensor import local_part
+from spectral_monitor.state.dtensor import local_tensor
 
 SPARE, SPARE_BYTES, DEVICE_SHARE = 0.035, 1 << 27, 1 / 32
 """Limits of the memory that measuring may take in addition to the copy of the weights; the largest one counts: a share
@@ -54,7 +54,7 @@ class BatchMember:
     @property
     def kind(self) -> Kind:
         """The common properties of layers that are measured together."""
-        source = local_part(self.layer.sources[0])
+        source = local_tensor(self.layer.sources[0])
         layout = self.layer.layout
         return Kind(layout.fan_out, layout.fan_in, source.dtype, source.device, self.holding.split)
 
