@@ -72,7 +72,7 @@ class LossTrend(Memory):
         """Compare a loss below 0, while it falls, with its size at the start; several optimizers may have several."""
         loss = measurement.summary.get("loss", math.nan)
         if not math.isnan(loss):
-            self.start = max(self.start, abs(loss)) if network.is_early else self.start
+            self.start = max(self.start, float(f"{abs(loss):.2g}")) if network.is_early else self.start
             self.falls = self.falls + 1 if loss < self.deepest else 0
             self.deepest = min(self.deepest, loss)
         if not self.start or len({row.settings.owner for row in network.rows} - {-1}) > 1:

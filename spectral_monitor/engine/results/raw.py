@@ -36,8 +36,8 @@ Raw = dict[int, dict[str, Values]]
 class RawScalars:
     """Named values of layers, each in a small tensor or a part of one.
 
-    A step has thousands. Few objects are made for them, because Python looks at all objects of the process, for a fifth
-    of a second, after it has made many that last.
+    A step has thousands, so few objects are made for them. After many new objects that last, Python's garbage collector
+    goes through all objects of the process, which takes a fifth of a second.
     """
 
     def __init__(self) -> None:
