@@ -131,7 +131,7 @@ def _group(case: Case, network: Network, shared: set[str]) -> object:
 
 
 def _root(cases: Sequence[Case], network: Network) -> Verdict:
-    """Return the verdict of cases that share one cause, the worst case first; one on the network says it all."""
+    """Return the verdict of cases that share one cause, the worst case first; one on the network stands for all."""
     cases = [case for case in cases if case.finding.layer == NETWORK] or cases
     names = tuple(case.finding.layer for case in cases if case.finding.layer != NETWORK)
     verdict = _verdict(cases[0], network)

@@ -23,5 +23,5 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the same as a detached view."""
+    """Return this process's part of a DTensor, or the tensor itself, as a detached view; no communication."""
     return local_tensor(tensor).detach()

@@ -11,7 +11,7 @@ from torch import nn
 from spectral_monitor.state import objects
 
 TORCH_OWN = frozenset(key for key in vars(nn.Module()) if key != "training")
-"""Attributes that every module has."""
+"""Attributes that torch gives to every module, but for its mode."""
 HOOKS = tuple(key for key in TORCH_OWN if key.startswith(("_forward_", "_backward_")))
 """Names of the tables of hooks."""
 
@@ -69,7 +69,7 @@ class NewHookRemoval(Tables):
         self._new: list[tuple[dict[int, Any], int]] | None = None
 
     def __call__(self) -> None:
-        """Remove them: in later calls the same ones as in the first."""
+        """Remove them; later calls remove the same ones as the first."""
         if self._new is None:
             tables = [(table, self._before.get(k, {})) for k, table in enumerate(self._tables) if table]
             self._new = [(table, key) for table, before in tables for key in table if key not in before]

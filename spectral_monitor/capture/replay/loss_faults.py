@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +33,7 @@ OUT_OF_REACH = 0.1
 """Mean square of the distances of targets from a range, over their own, above which the activation does not suit them.
 For targets of mean 0 and variance 1 it is 0.5 behind a ReLU and 0.15 behind a tanh.
 """
-ENTRYWISE = ("Pow", "Abs", "Mul", "Div", "Sub", "MseLoss", "SmoothL1Loss", "HuberLoss")
+ENTRYWISE = ("Pow", "Abs", "Mul", "Div", "Sub", *REGRESSIONS)
 """Nodes between a loss's mean and its differences of outputs and targets."""
 LOG_LOSSES = ("NllLoss", "NllLoss2D")
 """Nodes of losses of log-probabilities, (N, C, ...)."""
@@ -161,13 +161,8 @@ def unfit_targets(loss: Tensor) -> list[Tensor]:
         >>> [unfit.item() for loss in losses for unfit in unfit_targets(loss)]
         [False, True]
     """
-    nodes = {loss.grad_fn, *(node for _, _, node in edges(loss.grad_fn))}
-    try:
-        targets = [local_part(node._saved_target) for node in nodes if kind_of(node) in BINARY]
-    except RuntimeError:
-        return []
     low, high = TARGETS
-    return [((target < low) | (target > high)).any() for target in targets]
+    return [((targets < low) | (targets > high)).any() for _, targets in _with_targets(loss, BINARY)]
 
 
 def targets_out_of_reach(loss: Tensor) -> list[Tensor]:
@@ -183,17 +178,21 @@ def targets_out_of_reach(loss: Tensor) -> list[Tensor]:
         >>> [far.item() for loss in losses for far in targets_out_of_reach(loss)]
         [False, True]
     """
-    nodes = {loss.grad_fn, *(node for _, _, node in edges(loss.grad_fn))}
     far = []
-    for node in nodes:
-        if kind_of(node) in REGRESSIONS and (limits := RANGES.get(kind_of(before_shapes(node.next_functions[0][0])))):
-            try:
-                targets = local_part(node._saved_target).detach()
-            except RuntimeError:
-                continue
+    for node, targets in _with_targets(loss, REGRESSIONS):
+        if limits := RANGES.get(kind_of(before_shapes(node.next_functions[0][0]))):
             distances = targets - targets.clamp(*limits)
             far.append(distances.square().mean() > OUT_OF_REACH * targets.square().mean())
     return far
+
+
+def _with_targets(loss: Tensor, kinds: Collection[str]) -> list[tuple[Any, Tensor]]:
+    """Return the nodes of some kinds in a loss, each with its targets; none once a backward pass has freed these."""
+    nodes = {loss.grad_fn, *(node for _, _, node in edges(loss.grad_fn))}
+    try:
+        return [(node, local_part(node._saved_target)) for node in nodes if kind_of(node) in kinds]
+    except RuntimeError:
+        return []
 
 
 def _joined_parts(node: Any) -> list[Any]:

@@ -38,8 +38,8 @@ The median over :data:`EDGES` measurements stays below 1 in healthy networks.
 """
 
 DEPTH, FALLS = 1e4, 4
-"""Times its size at the start that a loss is below 0, and number of consecutive measurements at which it was lower than
-ever, if nothing bounds it from below. Likelihoods of densities fall below 0, but to a few times the first loss.
+"""A loss that nothing bounds from below falls below 0 by more than ``DEPTH`` times its size at the start, and has a new
+lowest value at ``FALLS`` measurements in a row. Likelihoods of densities fall below 0, too, but less far.
 """
 
 
@@ -69,7 +69,10 @@ class LossTrend(Memory):
         yield from self._promising(measurement, network)
 
     def endless(self, measurement: Measurement, network: Network) -> Iterator[Finding]:
-        """Compare a loss below 0, while it falls, with its size at the start; several optimizers may have several."""
+        """Compare how far a loss has fallen below 0 with its size at the start.
+
+        With several optimizers there may be several losses, so there is no finding.
+        """
         loss = measurement.summary.get("loss", math.nan)
         if not math.isnan(loss):
             self.start = max(self.start, float(f"{abs(loss):.2g}")) if network.is_early else self.start

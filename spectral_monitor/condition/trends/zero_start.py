@@ -36,7 +36,7 @@ class ZeroStartGate:
     Attributes:
         reason: why layers are not compared at the latest measurement; empty if they are.
         from_zero: layers that began at zero.
-        late_layers: the layers, less than half, that got no gradient while these were zero. They begin to move late.
+        late_layers: layers that got no gradient while those were zero, if these are less than half. They move late.
     """
 
     def __init__(self) -> None:

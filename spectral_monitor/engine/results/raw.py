@@ -68,7 +68,7 @@ class RawScalars:
     def fetch(self) -> Raw:
         """Return all values on the host, with one copy from each device, which waits for its queued work."""
         groups: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
-        for _, values in chain(*self._columns.values()):
+        for _, values in chain.from_iterable(self._columns.values()):
             groups[values.device][values.dtype][id(values)] = values
         arrays: dict[int, np.ndarray] = {}
         for dtypes in groups.values():
@@ -78,11 +78,9 @@ class RawScalars:
         raw: Raw = defaultdict(dict)
         for name, column in self._columns.items():
             for spans, values in column:
-                array = arrays[id(values)]
-                numbers = tuple(array.tolist())
                 for layer, span in spans.items():
-                    part = numbers[span]
-                    raw[layer][name] = part if len(part) <= MAX_TUPLE else torch.from_numpy(array[span])
+                    part = arrays[id(values)][span]
+                    raw[layer][name] = torch.from_numpy(part) if len(part) > MAX_TUPLE else tuple(part.tolist())
         for (layer, name), number in self._numbers.items():
             raw[layer][name] = (number,)
         return dict(raw)

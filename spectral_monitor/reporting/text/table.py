@@ -52,25 +52,24 @@ def measurement_rows(
             them that has finite numbers, if ``measurement`` has none.
         steps: of the run; the title gives their number if later ones were not measured.
     """
-    current, earlier = measurement, list(earlier)
-    if not _has_numbers(current):
-        measurement = next(filter(_has_numbers, reversed(earlier)), current)
-    ratios, band, infos = vs_typical(measurement), limits(measurement), measurement.layers
-    layer_rows = rows(measurement, ratios, folded)
+    earlier = list(earlier)
+    finite = measurement if _has_numbers(measurement) else next(filter(_has_numbers, reversed(earlier)), measurement)
+    ratios, band, infos = vs_typical(finite), limits(finite), finite.layers
+    layer_rows = rows(finite, ratios, folded)
     columns = [
         text_column("layer", [row.label for row in layer_rows]),
         text_column("role", [_shared({role_name(infos[i].role) for i in row.layers}) for row in layer_rows], spare=6),
         text_column("in -> out", [_shared({fans(infos[i]) for i in row.layers}) for row in layer_rows], spare=8),
     ]
-    if "update_natural" in measurement.values:
+    if "update_natural" in finite.values:
         ratios_of_rows = [[ratios[i] for i in row.layers] for row in layer_rows]
         cells = _with_arrows(list(map(number_range, ratios_of_rows)), layer_rows, "update_natural")
-        columns.append(Column(VS_TYPICAL, tuple(cells), legend=legend(measurement)))
+        columns.append(Column(VS_TYPICAL, tuple(cells), legend=legend(finite)))
         gauges = tuple(gauge(row_ratios, band) for row_ratios in ratios_of_rows)
         columns.append(Column(scale(band), gauges, text=True, spare=2, drawn=True))
-    shown = _columns(measurement)
+    shown = _columns(finite)
     for key, (title, spare, explanation) in shown.items():
-        values = measurement.values[key].tolist()
+        values = finite.values[key].tolist()
         cells = [number(values[row.layers[0]]) if len(row.layers) == 1 else "" for row in layer_rows]
         marked = cells if key == "update_natural" else _with_arrows(cells, layer_rows, key)
         spare = spare if marked == cells else 0
@@ -80,16 +79,14 @@ def measurement_rows(
         columns.append(text_column("should be", bands, spare=5))
     if any(row.remark for row in layer_rows):
         columns.append(text_column("what", [_remark(row, shown) for row in layer_rows]))
-    lines = headlines(current)
-    of_steps = f" of {steps}" if steps > current.step else ""
-    title = f"spectral monitor, step {current.step}{of_steps}: {lines[0]}"
-    state, states = tally(current).state, tuple(row.state for row in layer_rows)
-    shown_step = (
-        "" if measurement is current else f"the table shows step {measurement.step}, the last with finite numbers"
-    )
-    last_notes = filter(None, (lifted_line(earlier, current), shown_step))
-    notes = (*lines[1:], *(f"{NOTE}{printable(line)}" for line in root_lines(current)), *last_notes)
-    foot = tuple(filter(None, (summary_line(current),)))
+    lines = headlines(measurement)
+    of_steps = f" of {steps}" if steps > measurement.step else ""
+    title = f"spectral monitor, step {measurement.step}{of_steps}: {lines[0]}"
+    state, states = tally(measurement).state, tuple(row.state for row in layer_rows)
+    shown_step = "" if finite is measurement else f"the table shows step {finite.step}, the last with finite numbers"
+    last_notes = filter(None, (lifted_line(earlier, measurement), shown_step))
+    notes = (*lines[1:], *(f"{NOTE}{printable(line)}" for line in root_lines(measurement)), *last_notes)
+    foot = tuple(filter(None, (summary_line(measurement),)))
     return Table(title, tuple(columns), foot, state, states, notes)
 
 
