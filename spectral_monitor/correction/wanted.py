@@ -17,7 +17,9 @@ from spectral_monitor.condition.row import Row
 from spectral_monitor.correction.multiplier import Multiplier
 from spectral_monitor.correction.policies import (
     LONE_READOUT_SHARE,
+    UNEVEN_START,
     balanced,
+    depth_rule,
     explained,
     momentum_share,
     share,
@@ -46,26 +48,6 @@ SMALL_INPUTS = 0.25
 read. They leave the first features far below 1. The matrix that reads them makes up for the root of that: all of it
 would be better for perceptrons and worse for graph networks.
 """
-SHALLOW, ADDS_UP = 6, 2.0
-"""In a chain of more matrices than the first number, their changes add up: steps are multiplied by the second over the
-number of matrices. On noisy digits the best size of perceptrons of 2, 4, 8 and 14 layers is 1/4, 1/16, 1/32 and 1/32,
-with layer norms too. With batch norms it is 1/8 at any depth. The same holds where the loss is not over classes: the
-squared error of autoencoders of 8, 10 and 12 layers is 1.4 to 1.6 times as large with the smaller steps.
-"""
-BRANCHES = 9
-"""With more residual branches than this, steps are multiplied by the root of this over the number of branches.
-
-Changes by branches add up on the residual stream. The recipes that sizes were tuned on have at most nine. With 25
-branches a ViT ends 6 % lower at half the size, a post-norm transformer 16 %, one with PyTorch's weights 1 %.
-"""
-UNEVEN_START = 0.4
-"""Ratio between the initial entries of half of the operators and of the others, below which steps keep their size.
-
-GPT-2's initialization divides the last matrix of each branch by the root of the number of branches. With eleven
-branches the ratio is 0.32, with other initializations 0.64 to 1. With 25 branches GPT-2 ends 1 to 2 % higher with
-smaller steps.
-"""
-
 MENDED = frozenset({"lr_too_large", "lr_too_small", "sgd_rule_under_adam"})
 """Causes that policy ``"balance"`` acts on: settings are wrong, and the learning rate of one layer mends them.
 
@@ -124,14 +106,14 @@ class WantedUpdates:
         return sorted({size * momentum_share(each) for each in self.settings.values() if each.optimizer}) or [size]
 
     @property
+    def depth_rule(self) -> tuple[float, str]:
+        """The factor on the size of steps in deep networks, and its reason."""
+        return depth_rule(self.depth, self._uneven) if self._correction.of_peak else (1.0, "")
+
+    @property
     def depth_factor(self) -> float:
         """The factor on the size of steps in deep networks."""
-        if not self._correction.of_peak:
-            return 1.0
-        chain = ADDS_UP / self.depth.matrices if self.depth.matrices > SHALLOW else 1.0
-        if self.depth.branches <= BRANCHES or self._uneven:
-            return chain
-        return min(chain, math.sqrt(BRANCHES / self.depth.branches))
+        return self.depth_rule[0]
 
     def _began_uneven(self) -> bool:
         """Return whether half of the operators began with much smaller entries than the others, as ends of branches do

@@ -11,7 +11,6 @@ import torch
 from spectral_monitor.condition.findings import ON_TRIAL
 from spectral_monitor.correction import Change, Corrector
 from spectral_monitor.correction.policies import TRAINED_SHARE
-from spectral_monitor.correction.wanted import BRANCHES
 from spectral_monitor.measurement import LOST, SUMMARY, Measurement
 from spectral_monitor.reporting.content.headline import names_in
 
@@ -104,14 +103,11 @@ class CorrectionReport:
 
     def _depth(self) -> str:
         """Return a line, once, on steps that are smaller because the network is deep; else nothing."""
-        wanted = self._corrector.wanted
-        if self._reported_depth or wanted.depth_factor == 1:
+        factor, reason = self._corrector.wanted.depth_rule
+        if self._reported_depth or factor == 1:
             return ""
         self._reported_depth = True
-        reason = f"{wanted.depth.matrices} matrices follow each other without residual connections or batch norms"
-        if wanted.depth.branches > BRANCHES:
-            reason = f"the changes of {wanted.depth.branches} residual branches add up"
-        return f"{reason}: steps are multiplied by {wanted.depth_factor:.2g}"
+        return f"{reason}: steps are multiplied by {factor:.2g}"
 
     def _unknown(self, measurement: Measurement) -> str:
         """Return a line, once, if the loss after a step is never known; else nothing."""

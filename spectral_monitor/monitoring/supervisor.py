@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectral_monitor.capture.replay.loss_graph import depth_of, embedding_scales, is_over_classes
+from spectral_monitor.capture.replay.loss_graph import Depth, depth_of, embedding_scales, is_over_classes
 from spectral_monitor.condition import NETWORK, Judge, Remedy, SpectralCondition, Verdict
 from spectral_monitor.condition.bands import bands
 from spectral_monitor.condition.causes.explanation import SIZE_OR_RATES
@@ -221,8 +221,11 @@ class Supervisor:
                 self._forgotten.watch(unregistered(output, self._engine.model))
         if self._corrector is None or not self._corrector.correction.of_peak:
             return
-        if is_over_classes(output):
-            self._corrector.wanted.depth = depth_of(output)
+        depth = depth_of(output)
+        # Rules on chains and sums were found to hold for losses over classes only, those of post-norm for all.
+        depth = depth if is_over_classes(output) else Depth(post_norms=depth.post_norms)
+        if depth != self._corrector.wanted.depth:
+            self._corrector.wanted.depth = depth
             self._engine.multipliers = self._corrector.by_layer()
         if is_first:  # the graph of a loss that is reported late has lost its constants
             self._corrector.wanted.scales = embedding_scales(output)

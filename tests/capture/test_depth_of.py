@@ -117,7 +117,50 @@ class Transformer(nn.Module):
 @pytest.mark.parametrize("depth", [1, 6])
 @pytest.mark.parametrize("after", [False, True])
 def test_each_block_of_a_transformer_has_two_branches_and_positions_are_added_too(depth, after):
-    assert depth_of(Transformer(depth, after)(torch.zeros(2, 4, dtype=torch.long))) == Depth(1, 2 * depth + 1)
+    depth_of_model = depth_of(Transformer(depth, after)(torch.zeros(2, 4, dtype=torch.long)))
+    assert depth_of_model == Depth(1, 2 * depth + 1, 2 * depth if after else 0)
+
+
+class ByHand(nn.Module):
+    """A norm with a root mean square, written out."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class Standardized(nn.Module):
+    """A layer norm, written out."""
+
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-6).sqrt()
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        ByHand,
+        Standardized,
+        lambda: nn.RMSNorm(WIDTH),
+        lambda: nn.LayerNorm(WIDTH),
+        lambda: nn.GroupNorm(1, WIDTH),
+        lambda: nn.BatchNorm1d(WIDTH),
+    ],
+)
+def test_sums_that_only_a_norm_reads_are_post_norm(norm):
+    class After(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branch, self.norm = chain(2), norm()
+
+        def forward(self, x):
+            return self.norm(x + self.branch(x))
+
+    assert depth_of(nn.Sequential(chain(1), *(After() for _ in range(3)), chain(1))(X)) == Depth(2, 3, 3)
+
+
+def test_a_norm_between_stages_does_not_make_a_network_post_norm():
+    stages = [nn.Sequential(*(Around(chain(2)) for _ in range(3)), nn.LayerNorm(WIDTH)) for _ in range(3)]
+    assert depth_of(nn.Sequential(chain(1), *stages, chain(1))(X)) == Depth(2, 9, 0)
 
 
 class Biased(nn.Module):

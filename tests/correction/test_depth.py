@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralProbe
-from spectral_monitor.correction import wanted
+from spectral_monitor.correction import policies
 from tests.one_step import training_step
 from tests.resume.resuming import QUIET
 
@@ -55,7 +55,7 @@ def test_the_first_step_has_the_part_already(count, part, monkeypatch, capsys):
     reason = f"{count} matrices follow each other without residual connections or batch norms"
     line = f"{reason}: steps are multiplied by {part:.2g}"
     assert (line in said) is (part < 1)
-    monkeypatch.setattr(wanted, "SHALLOW", 100)
+    monkeypatch.setattr(policies, "SHALLOW", 100)
     usual = corrected(count).latest
     assert "matrices stand" not in capsys.readouterr().out
     for key in ("update_natural", "lr_multiplier", "lr"):
@@ -104,10 +104,48 @@ def test_of_many_residual_branches_steps_have_the_root_of_nine_over_their_number
     assert resumed._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
 
 
+class PostNorm(nn.Module):
+    """Residual blocks with norms behind their sums, as in the first transformer."""
+
+    def __init__(self, count):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(count)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(count))
+
+    def forward(self, x):
+        x = self.first(x)
+        for branch, norm in zip(self.branches, self.norms, strict=True):
+            x = norm(x + branch(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("loss_of", [over_classes, lambda outputs: outputs.square().mean()])
+@pytest.mark.parametrize(("count", "part"), [(0, 1.0), (1, 0.8), (4, 0.5), (24, 1 / 7)])
+def test_of_post_norm_branches_steps_are_divided_by_one_and_a_quarter_of_their_number(count, part, loss_of, capsys):
+    """Whatever the loss is, and after a checkpoint too."""
+    model = PostNorm(count)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
+    with training_step(probe, optimizer):
+        loss = loss_of(model(torch.randn(8, 16)))
+        probe.report_loss(loss)
+        loss.backward()
+    assert probe._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
+    line = f"a norm follows each of {count} residual branches (post-norm): steps are multiplied by {part:.2g}"
+    assert (line in " ".join(capsys.readouterr().out.split())) is (part < 1)
+    resumed = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
+    resumed.load_state_dict(probe.state_dict())
+    assert resumed._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
+
+
 @pytest.mark.parametrize("settings", [{"size": "lr"}, {"policy": "balance", "size": "lr"}])
 def test_where_the_rate_is_the_size_depth_changes_nothing(settings, monkeypatch):
     found = corrected(12, 3, **settings).multipliers
-    monkeypatch.setattr(wanted, "SHALLOW", 100)
+    monkeypatch.setattr(policies, "SHALLOW", 100)
     assert found == corrected(12, 3, **settings).multipliers
 
 
@@ -130,7 +168,7 @@ def test_a_loss_that_is_reported_after_the_backward_pass_is_read_too():
 
 
 def test_it_goes_on_from_its_state_before_a_graph_is_seen():
-    assert '"depth": [12, 0]' in json.dumps(corrected(12, 3).state_dict(), default=str)
+    assert '"depth": [12, 0, 0]' in json.dumps(corrected(12, 3).state_dict(), default=str)
     probe = corrected(12, 0, corrected(12, 3).state_dict())
     assert probe._supervisor._corrector.wanted.depth_factor == pytest.approx(1 / 6)
     assert "'depth'" not in str(corrected(6, 3).state_dict())

@@ -16,6 +16,8 @@ SHAPES = (
 MATRICES = ("Addmm", "Mm", "Convolution", "MkldnnConvolution")
 """Nodes that multiply with a matrix of the network."""
 BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
+NORMS = (*BATCH_NORMS, "NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm", "Pow", "Var", "VarMean", "Std")
+"""Nodes with which norms read their inputs; the last four belong to norms written by hand."""
 
 
 def is_over_classes(loss: Tensor) -> bool:
@@ -79,11 +81,12 @@ class Depth(NamedTuple):
 
     matrices: int = 0  # on that path; 0 if none is found, as in compiled graphs
     branches: int = 0  # residual branches that join it
+    post_norms: int = 0  # of these, branches whose sum only a norm reads (post-norm), if most are; else 0
 
 
 def depth_of(output: Tensor) -> Depth:
-    """Return the least number of matrices on a path from an output back to the network's inputs, and the number of
-    residual branches that join this path.
+    """Return the least number of matrices on a path from an output back to the network's inputs, the number of
+    residual branches that join this path, and how many of their sums are normalized at once, as in post-norm blocks.
 
     Residual connections are paths around matrices, so a network of residual blocks has two matrices at any depth: the
     first and the last. A matrix whose outputs go into a batch norm does not count, nor does a branch that ends in one.
@@ -98,7 +101,7 @@ def depth_of(output: Tensor) -> Depth:
         >>> first, block, last = (nn.Linear(4, 4) for _ in range(3))
         >>> x = torch.ones(2, 4)
         >>> tuple(depth_of(last(block(first(x)).relu()))), tuple(depth_of(last(first(x) + block(first(x)))))
-        ((3, 0), (2, 1))
+        ((3, 0, 0), (2, 1, 0))
     """
     first = before_shapes(output.grad_fn)
     users: dict[Any, list[Any]] = {first: []}
@@ -114,25 +117,39 @@ def depth_of(output: Tensor) -> Depth:
             continue
         path[node] = user
         if kind_of(node) == "Embedding" or (kind_of(node) in MATRICES and node not in behind):
-            return Depth(min(matrices, len(weights)), _branches(node, path, behind))
+            branches = list(_branches(node, path, behind, users))
+            post_norms = sum(_only_normed(users[branch]) for branch in branches)
+            # A last norm, or those between the stages of a network, do not make it post-norm.
+            return Depth(
+                min(matrices, len(weights)), len(branches), post_norms if 2 * post_norms > len(branches) else 0
+            )
         for source in _sources(node):
             counts = kind_of(source) in MATRICES and kind_of(node) not in BATCH_NORMS
             (queue.append if counts else queue.appendleft)((source, node, matrices + counts))
     return Depth()
 
 
-def _branches(node: Any, path: Mapping[Any, Any], behind: set[Any]) -> int:
-    """Return the number of sums on the path from a node in which both terms come from matrices or embeddings.
+def _branches(
+    node: Any, path: Mapping[Any, Any], behind: set[Any], users: Mapping[Any, Sequence[Any]]
+) -> Iterator[Any]:
+    """Yield the sums on the path from a node in which both terms come from matrices or embeddings.
 
-    A batch norm removes the size of a branch, so branches that end in one do not count.
+    A batch norm removes the size of a branch, so branches that end in one do not count. Of post-norm blocks both terms
+    may end in one.
     """
-    count = 0
     while node is not None:
         terms = list(_sources(node)) if kind_of(node) == "Add" else []
         computed = [term for term in terms if term in behind or kind_of(term) in (*MATRICES, "Embedding")]
-        count += len(computed) == 2 and not any(kind_of(term) in BATCH_NORMS for term in computed)
+        sized = not any(kind_of(term) in BATCH_NORMS for term in computed) or _only_normed(users[node])
+        if len(computed) == 2 and sized:
+            yield node
         node = path[node]
-    return count
+
+
+def _only_normed(users: Sequence[Any]) -> bool:
+    """Return whether users normalize a sum, and no residual connection takes it further as it is."""
+    kinds = {kind_of(user) for user in users}
+    return "Add" not in kinds and not kinds.isdisjoint(NORMS)
 
 
 def _weight_of(node: Any) -> Any:
