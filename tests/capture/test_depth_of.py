@@ -194,3 +194,9 @@ def test_sums_of_two_things_that_matrices_make_are_branches():
     assert depth_of(around(lambda: Around(chain(2)))(X)).branches == 5
     assert depth_of(around(Normed)(X)).branches == 0
     assert depth_of(Biased()(X)).branches == 0
+
+
+def test_sums_of_all_steps_of_a_gru_count_once():
+    """Each step adds to the state what the same matrices make: there are no more branches than matrices."""
+    gru, head = nn.GRU(WIDTH, WIDTH, num_layers=2, batch_first=True), nn.Linear(WIDTH, 3)
+    assert 0 < depth_of(head(gru(torch.randn(2, 20, WIDTH))[0])).branches <= 5

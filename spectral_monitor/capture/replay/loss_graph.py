@@ -90,7 +90,7 @@ def depth_of(output: Tensor) -> Depth:
 
     Residual connections are paths around matrices, so a network of residual blocks has two matrices at any depth: the
     first and the last. A matrix whose outputs go into a batch norm does not count, nor does a branch that ends in one.
-    A matrix that is used repeatedly counts once. A path ends at an embedding.
+    A matrix that is used repeatedly counts once, and so do the sums of all steps of a GRU. A path ends at an embedding.
 
     Args:
         output: a loss, or the output of a model, with a graph.
@@ -120,9 +120,8 @@ def depth_of(output: Tensor) -> Depth:
             branches = list(_branches(node, path, behind, users))
             post_norms = sum(_only_normed(users[branch]) for branch in branches)
             # A last norm, or those between the stages of a network, do not make it post-norm.
-            return Depth(
-                min(matrices, len(weights)), len(branches), post_norms if 2 * post_norms > len(branches) else 0
-            )
+            numbers = matrices, len(branches), post_norms if 2 * post_norms > len(branches) else 0
+            return Depth(*(min(number, len(weights)) for number in numbers))
         for source in _sources(node):
             counts = kind_of(source) in MATRICES and kind_of(node) not in BATCH_NORMS
             (queue.append if counts else queue.appendleft)((source, node, matrices + counts))
