@@ -13,7 +13,7 @@ from spectral_monitor.callbacks.lightning_packages import package_of, rank_zero_
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import in_lines
-from spectral_monitor.reporting.text.console import rendered
+from spectral_monitor.reporting.text.console import page_command, rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
 
@@ -66,9 +66,9 @@ class ConsoleReport:
         self._verbose, self._steps = verbose, steps
         self.begin()
 
-    def begin(self) -> None:
-        """Start the clock when training begins."""
-        self._started, self._spent = perf_counter(), 0.0
+    def begin(self, step: int = 0) -> None:
+        """Start the clock when training begins, or goes on after ``step`` optimizer steps."""
+        self._started, self._spent, self._first = perf_counter(), 0.0, step
 
     def spend(self, seconds: float) -> None:
         """Add to the time spent on measuring."""
@@ -93,9 +93,8 @@ class ConsoleReport:
             return
         steps = trainer.global_step
         if not measurements:
-            show(
-                f"spectral monitor: nothing was measured in {steps} optimizer steps with every_n_steps={self._steps!r}"
-            )
+            count = f"{steps - self._first} optimizer steps" + (f" after step {self._first}" if self._first else "")
+            show(f"spectral monitor: nothing was measured in {count} with every_n_steps={self._steps!r}")
             return
         latest = measurements[-1]
         show(rendered(measurement_rows(latest, folded=self._verbose < 2, earlier=measurements, steps=steps)))
@@ -103,5 +102,4 @@ class ConsoleReport:
         ended = f"; the last of {steps} steps that was measured is step {latest.step}" if steps > latest.step else ""
         self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time{ended}")
         if folder is not None:
-            command = f"spectral-monitor report {shortest_path(folder)}"
-            self.tell(trainer, f"spectral monitor: the whole run as a page\n  {command}")
+            self.tell(trainer, page_command(shortest_path(folder)))

@@ -251,7 +251,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         self.multipliers = self._supervisor.multipliers
         self._supervisor.arm()
         self._reports.begin(trainer, monitor_index(trainer, self))
-        self._console.begin()
+        self._console.begin(trainer.global_step)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

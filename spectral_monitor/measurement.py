@@ -163,7 +163,7 @@ class Measurement:
             raise KeyError(f"the quantity comes first: value({layer!r}, {quantity!r})")
         if quantity not in self.values:
             hint = did_you_mean(quantity, self.values)
-            raise KeyError(f"{quantity!r} was not measured{hint or ';'} Measured: {', '.join(self.values)}")
+            raise KeyError(f"{quantity!r} was not measured{hint or '.'} Measured: {', '.join(self.values)}")
         return float(self.values[quantity][self._index(layer)])
 
     def __getitem__(self, layer: str) -> dict[str, float]:

@@ -17,7 +17,7 @@ from spectral_monitor.monitoring.probe import SpectralProbe
 from spectral_monitor.reporting.files.jsonlines import JSONLinesSink, run_file_name
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import checked_sinks
-from spectral_monitor.reporting.text.console import rendered
+from spectral_monitor.reporting.text.console import page_command, rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
 from spectral_monitor.suggestions import unknown
@@ -176,7 +176,7 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         else:
             table = measurement_rows(self.latest, folded=self.verbose < 2, earlier=self.probe.measurements)
             self._show(rendered(table))
-            self._show(f"spectral monitor: the whole run as a page\n  spectral-monitor report {self._folder}")
+            self._show(page_command(str(self._folder)))
 
     def abandon(self) -> None:
         """Remove hooks after an exception in the middle of a step; can be called at any time."""

@@ -76,7 +76,7 @@ class Layer:
 
     def placed(self, role: str, reason: str = "") -> Layer:
         """Return the layer as an operator or a readout, with the reason as a note."""
-        notes = [note for note in self.note.split("; ") if not note.startswith("readout")]
+        notes = [note for note in self.note.split("; ") if not note.startswith(("guessed", "output layer"))]
         return replace(self, info=replace(self.info, role=role), note=join_notes(reason, *notes))
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from spectral_monitor.layers.layout import Layout
 from spectral_monitor.layers.naming import named_modules
 
-BY_PLACE = "output layer by its place: the last operator registered"
-BY_NAME = "output layer by its name: its inputs are the outputs of the last operator registered"
+BY_PLACE = "guessed: the last matrix"
+BY_NAME = "guessed by its name: it reads the outputs of the last matrix"
 HEADS = frozenset(
     {"lm_head", "head", "classifier", "fc", "fc_out", "out", "output", "output_layer", "decoder", "score"}
 )

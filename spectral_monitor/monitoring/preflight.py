@@ -95,7 +95,7 @@ class Check:
         return headline(self.measurement)
 
     def _tables(self) -> Iterator[Table]:
-        from spectral_monitor.reporting.content.headline import names_in
+        from spectral_monitor.reporting.content.headline import each_of, names_in
         from spectral_monitor.reporting.content.tally import named_by, tally
         from spectral_monitor.reporting.text.lines import Column, Table
 
@@ -103,7 +103,8 @@ class Check:
         lines = []
         for root in self.measurement.roots:
             names = named_by(root)
-            lines.append(f"  {names_in(self.measurement, names)}: {root.sentence}" if names else f"  {root.sentence}")
+            layers = f"{each_of(names)}{names_in(self.measurement, names)}: " if names else ""
+            lines.append(f"  {layers}{root.sentence}")
         title = f"spectral monitor, {STEPS} steps of a copy: {self._answer()}"
         yield Table(title, (), tuple(lines), state=state)
         roles = self.roles.table()

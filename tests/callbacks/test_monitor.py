@@ -288,14 +288,25 @@ def test_a_fit_in_which_nothing_is_measured_shows_no_old_table(capsys):
     capsys.readouterr()
     fit(monitor, data=zoo.loader(count=5))
     out = capsys.readouterr().out
-    assert "nothing was measured in 5 optimizer steps" in out
+    assert "nothing was measured in 5 optimizer steps with" in out
     assert "spectral monitor, step" not in out
+
+
+def test_a_fit_that_goes_on_counts_its_own_steps(capsys):
+    monitor, module = SpectralMonitor(every_n_steps=50), CountsSteps()
+    trainer = fit(monitor, module)
+    capsys.readouterr()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, zoo.loader(count=5))
+    assert "nothing was measured in 5 optimizer steps after step 6 with every_n_steps=50" in capsys.readouterr().out
 
 
 def test_fast_dev_run():
     monitor = SpectralMonitor(every_n_steps=1)
     fit(monitor, fast_dev_run=True)
     assert [m.step for m in monitor.measurements] == [1]
+    with pytest.raises(KeyError, match=r"'x' was not measured\. Measured: "):
+        monitor.latest.value("x", "net.0")
 
 
 def test_other_entry_points_do_nothing():

@@ -94,7 +94,8 @@ def test_what_ran_last_wins_over_what_was_registered_last(use_reentrant):
     assert {info.name for info in probe.measurements[0].layers if info.role == "readout"} == {"last"}
     assert probe.latest.summary["final_layer_alignment"] == probe.latest.value("alignment", "last")
     assert "no other operator reads its output" in probe.role_table()
-    assert "by its place" not in probe.role_table()
+    assert "guessed" not in probe.role_table()
+    assert set(probe.roles().notes) == {"last"}
 
 
 def test_a_head_behind_a_checkpoint_without_a_graph():

@@ -16,9 +16,9 @@ from spectral_monitor.layers import dissect
 from spectral_monitor.layers.inspect_model import PART_OF
 from spectral_monitor.layers.output_layers import Operator
 from spectral_monitor.reporting.text.lines import NO_FEATURES
-from spectral_monitor.reporting.text.role_table import NOTES, role_table
+from spectral_monitor.reporting.text.role_table import role_table
 
-IN_PLACE = "output layer by its place: the last operator registered"
+IN_PLACE = "guessed: the last matrix"
 PARAMETRIZED = "parametrized: the weight in use is computed from it"
 UNINITIALISED = "not initialized: run one batch through the model first"
 NO_CALL = "no module call to hook"
@@ -485,7 +485,7 @@ def test_notes_and_reasons_for_missing_features(kind, name, note, no_features):
     assert (layer.note, layer.no_features) == (note, no_features)
     assert (layer.module is None) == bool(no_features)
     assert layer.tied_to == (note.partition("tied to ")[2] if "tied to" in note else "")
-    assert not layer.is_matrix or NOTES.get(note, note) in " ".join(role_table(anatomy).split()), "wrapped or not"
+    assert not layer.is_matrix or note in " ".join(role_table(anatomy).split()), "wrapped or not"
     if layer.is_matrix and no_features:
         below = role_table(anatomy, folded=False, width=None).partition(NO_FEATURES)[2]
         assert any(name in line and line.endswith(f": {no_features}") for line in below.splitlines())

@@ -14,7 +14,7 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.layers import dissect
-from spectral_monitor.reporting.text.console import rendered
+from spectral_monitor.reporting.text.console import page_command, rendered
 from spectral_monitor.reporting.text.lines import Table
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
@@ -212,3 +212,10 @@ def test_on_a_real_terminal():
     assert f"{RED}head" in text
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert piped.stdout == "1 outside\nlayer\nhead\n"
+
+
+def test_the_command_for_the_page_says_how_to_install_plotly(monkeypatch):
+    command = "spectral-monitor report runs"
+    assert page_command("runs").splitlines()[1:] == [f"  {command}"]
+    monkeypatch.setattr("spectral_monitor.reporting.text.console.find_spec", lambda name: None)
+    assert page_command("runs").splitlines()[1:] == ['  pip install "spectral-monitor[plots]"', f"  {command}"]

@@ -110,6 +110,8 @@ def test_the_answer_names_the_layers_and_what_to_do():
     row = "head update_natural 9.00\xa0↑ 0.06 .. 4 120 steps, 7 measurements lr too large divide its learning rate"
     assert row.replace("\xa0", " ") in page.text.replace("\xa0", " ")
     assert ("class", "off") in page.attributes
+    together = page_of(measured(30, verdict("head", layers=("head", "blocks.0.mlp"))))
+    assert "each of head , blocks.0.mlp : divide its learning rate" in together.text
 
 
 def test_of_very_many_layers_the_answer_names_some_and_the_table_all():

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.layers import Anatomy, Layer
+from spectral_monitor.layers.output_layers import BY_PLACE
 from spectral_monitor.messages import SpectralMonitorWarning
 from tests.zoo.case import Case
 
@@ -57,7 +58,7 @@ def seen(probe: SpectralProbe, layer: Layer) -> bool:
 def readout(matrices: list[Layer]) -> str:
     found = [layer for layer in matrices if layer.info.role == "readout"]
     told = [f"`{layer.info.name}`" + (", tied" if layer.tied_to else "") for layer in found]
-    return "; ".join(told) + (", by its place" if any("by its place" in layer.note for layer in found) else "")
+    return "; ".join(told) + (", by its place" if any(BY_PLACE in layer.note for layer in found) else "")
 
 
 def unmeasured(anatomy: Anatomy) -> str:

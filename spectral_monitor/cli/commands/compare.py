@@ -99,6 +99,8 @@ def answer(
         return f"{first} differs most: {key} is {short(x)} in A and {short(y)} in B"
     factor = math.exp(distance)
     if factor < MIN_DIFFERENCE:
+        if short(factor) == "1":
+            return f"{key} is the same in every layer"
         return f"no layer's {key} differs by more than {short(factor)}x"
     return f"{first} differs most: {key} is {short(factor)}x {'larger' if abs(y) > abs(x) else 'smaller'} in B"
 

@@ -14,11 +14,11 @@ from spectral_monitor.capture.records.dataflow import OperatorCall, readouts
 from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.rank_report import RankReports
 from spectral_monitor.layers import Anatomy, Layer
+from spectral_monitor.layers.output_layers import BY_PLACE
 
 READOUT, OTHER, IDLE = 1.0, -1.0, -2.0
 """A process's report on an operator: a readout, no readout, or not used in a step of its network."""
 RAN_LAST = "output layer: no other operator reads its output"
-GUESSED = "output layer by its place"
 
 
 class Readouts:
@@ -98,7 +98,7 @@ class Readouts:
 
     def _with_role(self, i: int, is_readout: bool) -> Layer:
         layer = self.layers[i]
-        if is_readout and (layer.info.role != "readout" or GUESSED in layer.note):
+        if is_readout and (layer.info.role != "readout" or BY_PLACE in layer.note):
             return layer.placed("readout", RAN_LAST)
         return layer.placed("operator") if not is_readout and layer.info.role == "readout" else layer
 

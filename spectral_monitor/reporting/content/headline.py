@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from spectral_monitor.condition.verdict import Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
@@ -115,8 +115,7 @@ def _root_line(root: Verdict, measurement: Measurement, name_followers: bool = F
     """Return the layers of a root, its sentence, and how many layers follow from it, with their names or not."""
     names = named_by(root)
     layers = names_in(measurement, names) if len(names) > MAX_NAMES else ", ".join(_bare(measurement, names))
-    prefix = "each of " if len(names) > 1 else ""  # sentences speak of one layer
-    text = f"{prefix}{layers}: {root.sentence}" if layers else root.sentence
+    text = f"{each_of(names)}{layers}: {root.sentence}" if layers else root.sentence
     follow = followers(root, measurement)
     if not follow:
         return text
@@ -124,6 +123,11 @@ def _root_line(root: Verdict, measurement: Measurement, name_followers: bool = F
     count = f"1 {noun} is" if len(follow) == 1 else f"{len(follow)} {noun}s are"
     ending = f": {names_in(measurement, follow)}" if name_followers else "."
     return f"{text.removesuffix('.')}. {count} disturbed by it{ending}"
+
+
+def each_of(names: Sequence[str]) -> str:
+    """Return what precedes the names of several layers, because the sentence of a verdict speaks of one layer."""
+    return "each of " if len(names) > 1 else ""
 
 
 def following(root: Verdict, measurement: Measurement) -> str:

@@ -40,8 +40,8 @@ PANELS: tuple[Panel, ...] = (
         questions.UPDATES,
         "update_natural",
         "You see the size of every layer's update, and beside it the same relative to the weights. All layers should "
-        "be inside the green band. A layer far above it is unstable: its learning rate is too high, so lower it. A "
-        "layer far below hardly learns: raise its learning rate.",
+        "be inside the green band or between their dashed limits. A layer far above is unstable: its learning rate is "
+        "too high, so lower it. A layer far below hardly learns: raise its learning rate.",
         ("worst_layer_ratio", "violations"),
     ),
     Panel(

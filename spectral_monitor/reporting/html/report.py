@@ -12,7 +12,7 @@ from spectral_monitor.condition import NETWORK, Verdict
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.messages import joined
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.headline import following, headline, headlines
+from spectral_monitor.reporting.content.headline import each_of, following, headline, headlines
 from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.panels import PANELS, Panel
 from spectral_monitor.reporting.content.tally import is_judged, latest_judged, named_by, tally
@@ -155,7 +155,10 @@ def _header(reported: Measurement, measurements: Sequence[Measurement], current:
         source = f"step {current.step}, the last that could be judged: {headline(current)}"
         paragraphs.append(f"<p>The rest of the page shows {escaped(source)}.</p>")
     roots = [root for root in (reported.roots or current.roots) if root.layer != NETWORK]
-    items = [f"<li>{_names(named_by(root))}: {escaped(root.sentence)}</li>" for root in roots[:MAX_NAMES]]
+    items = [
+        f"<li>{each_of(named_by(root))}{_names(named_by(root))}: {escaped(root.sentence)}</li>"
+        for root in roots[:MAX_NAMES]
+    ]
     if len(roots) > MAX_NAMES:
         items.append(f"<li>and {len(roots) - MAX_NAMES} more, see below</li>")
     paragraphs += [f"<ul>{''.join(items)}</ul>"] if items else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import HEALTHY, OFF
@@ -12,6 +13,12 @@ from spectral_monitor.reporting.text.table import ARROWS, WIDTH
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
+
+
+def page_command(folder: str) -> str:
+    """Return the lines that say how to write the page of a run; without plotly they begin with its installation."""
+    install = "" if find_spec("plotly") else '\n  pip install "spectral-monitor[plots]"'
+    return f"spectral monitor: the whole run as a page{install}\n  spectral-monitor report {folder}"
 
 
 def rendered(table: Table) -> str:

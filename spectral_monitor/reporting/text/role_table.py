@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spectral_monitor.layers.inspect_model import PART_OF
-from spectral_monitor.layers.output_layers import BY_PLACE
 from spectral_monitor.messages import joined
 from spectral_monitor.reporting.content.families import block_numbers, family_of, folded_names
 from spectral_monitor.reporting.content.labels import measured_parts, role_name, unprefixed
@@ -24,8 +23,6 @@ from spectral_monitor.reporting.text.table import WIDTH, fans
 if TYPE_CHECKING:
     from spectral_monitor.layers import Anatomy, Layer
 
-NOTES = {BY_PLACE: "guessed: the last matrix"}
-"""Note on a layer -> the same in fewer words."""
 MAX_NAMES = 6
 """The most names in a line on parameters that are not measured for the same reason."""
 
@@ -60,7 +57,7 @@ def role_rows(anatomy: Anatomy, folded: bool = True, when: str = "") -> Table:
             text_column("", [f"x{len(group)}" if len(group) > 1 else "" for group in groups]),
             text_column("role", [role_name(layer.info.role) for layer in first]),
             text_column("in -> out", [fans(layer.info) for layer in first]),
-            text_column("note", [NOTES.get(layer.note, layer.note) for layer in first]),
+            text_column("note", [layer.note for layer in first]),
         ]
         if any(layer.info.placement != "local" for layer in first):
             columns.insert(4, text_column("placement", [layer.info.placement for layer in first]))
