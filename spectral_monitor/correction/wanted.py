@@ -7,8 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from spectral_monitor.capture.hooks.data_size import DataSize
-from spectral_monitor.capture.replay.loss_graph import Depth
+from spectral_monitor.capture.replay.loss_graph import Depth, reads_recurrent
 from spectral_monitor.condition import NETWORK, Profile, load_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.optimizers.left_out import FRESH
@@ -17,6 +19,7 @@ from spectral_monitor.condition.row import Row
 from spectral_monitor.correction.multiplier import Multiplier
 from spectral_monitor.correction.policies import (
     LONE_READOUT_SHARE,
+    RECURRENT_READOUT_SHARE,
     UNEVEN_START,
     balanced,
     depth_rule,
@@ -67,6 +70,7 @@ class WantedUpdates:
         scales: number of rows -> the network's factor on embeddings with so many rows.
         data: watches for the size of the data.
         depth: of the network between the inputs and a loss over classes; none for other losses.
+        recurrent_readouts: readouts that read recurrent layers.
         relative: layer -> its learning rate over that of others, as the user has set them.
     """
 
@@ -86,6 +90,7 @@ class WantedUpdates:
         self.scales: Mapping[int, float] = {}
         self.data = DataSize(next((layer.module for layer in layers if layer.info.name == self._input), None))
         self.depth, self._uneven = Depth(), False
+        self.recurrent_readouts: set[str] = set()
         self.relative: dict[str, float] = {}
         families = {each.family for each in settings.values() if each.optimizer}
         # Layers unfrozen later may go to any of them: assume the one whose first updates can be too large.
@@ -167,6 +172,8 @@ class WantedUpdates:
         began = self.began.get(name, math.nan) * scale
         input_rms = self.input_rms if name == self._input else None
         size = share(layer, began, input_rms, name in self.trained) / scale
+        if name in self.recurrent_readouts and not self.follows_gradients(layer):
+            size *= RECURRENT_READOUT_SHARE
         return size * momentum_share(self.settings[name]) * self._readout_factor if self._correction.of_peak else size
 
     def _lone_readout_factor(self) -> float:
@@ -182,6 +189,11 @@ class WantedUpdates:
         """The root mean square of the data if it is far below 1; 1 if it is not, or not known."""
         rms = self.data.rms
         return rms if rms is not None and 0 < rms < SMALL_INPUTS else 1.0
+
+    def see_graph(self, output: Tensor) -> None:
+        """Note from the graph of the first output or loss which readouts read recurrent layers."""
+        readouts = [layer for layer in self.layers if layer.info.role == "readout"]
+        self.recurrent_readouts |= {layer.info.name for layer in readouts if reads_recurrent(output, layer.sources)}
 
     def see_start(self, measurement: Measurement) -> None:
         """Note the sizes that weights began with, where unknown, and which weights an earlier training left.
@@ -310,6 +322,8 @@ class WantedUpdates:
             state["trained"] = sorted(self.trained)
         if self.input_rms < 1:
             state["input_rms"] = self.input_rms
+        if self.recurrent_readouts:
+            state["recurrent_readouts"] = sorted(self.recurrent_readouts)
         return state | ({"depth": list(self.depth)} if self.depth_factor < 1 else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -317,4 +331,5 @@ class WantedUpdates:
         self.began, self.trained = dict(state["began"]), set(state.get("trained", ()))
         self.depth, self._uneven = Depth(*state.get("depth", ())), self._began_uneven()
         self.relative = dict(state.get("relative", self.relative))
+        self.recurrent_readouts = set(state.get("recurrent_readouts", ()))
         self.data.rms = float(state.get("input_rms", 1.0))

@@ -229,6 +229,7 @@ class Supervisor:
             self._engine.multipliers = self._corrector.by_layer()
         if is_first:  # the graph of a loss that is reported late has lost its constants
             self._corrector.wanted.scales = embedding_scales(output)
+            self._corrector.wanted.see_graph(output)
 
     def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
         """Correct learning rates by a measurement; ``tell`` receives a line on each notable correction."""

@@ -1,8 +1,8 @@
-"""Facts from the graph of a loss: parameters, constant factors of embeddings, the network's depth."""
+"""Facts from the graph of a loss: parameters, factors of embeddings, the network's depth, recurrent layers."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ SHAPES = (
 """Nodes that only change shape or precision."""
 MATRICES = ("Addmm", "Mm", "Convolution", "MkldnnConvolution")
 """Nodes that multiply with a matrix of the network."""
+RECURRENT = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "ThnnFusedLstmCell", "ThnnFusedGruCell")
+"""Nodes that compute recurrent layers; otherwise these consist of matrices that are used at every step."""
 BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
 NORMS = (*BATCH_NORMS, "NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm", "Pow", "Var", "VarMean", "Std")
 """Nodes with which norms read their inputs; the last four belong to norms written by hand."""
@@ -149,6 +151,40 @@ def _only_normed(users: Sequence[Any]) -> bool:
     """Return whether users normalize a sum, and no residual connection takes it further as it is."""
     kinds = {kind_of(user) for user in users}
     return "Add" not in kinds and not kinds.isdisjoint(NORMS)
+
+
+def reads_recurrent(output: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Return whether a matrix reads outputs of recurrent layers, with no other matrix and no norm in between.
+
+    Args:
+        output: a loss, or the output of a model, with a graph.
+        weights: the parameters that make up the matrix.
+
+    Example:
+        >>> import torch
+        >>> recurrent, head = torch.nn.LSTM(4, 8), torch.nn.Linear(8, 2)
+        >>> reads_recurrent(head(recurrent(torch.ones(3, 1, 4))[0]), [head.weight])
+        True
+    """
+    nodes = {before_shapes(output.grad_fn), *(node for _, _, node in edges(output.grad_fn))}
+    leaf_of = {node: _weight_of(node) for node in nodes if kind_of(node) in MATRICES}
+    uses = Counter(leaf_of.values())
+    readers = [node for node, leaf in leaf_of.items() if any(getattr(leaf, "variable", None) is w for w in weights)]
+    stack, visited = [source for node in readers for source in _sources(node)], set()
+    is_bounded = is_repeated = False  # as outputs of recurrent layers that consist of matrices
+    while stack:
+        node = stack.pop()
+        if node in visited or kind_of(node) in (*NORMS, "Embedding"):
+            continue
+        visited.add(node)
+        if kind_of(node) in RECURRENT:
+            return True
+        is_bounded |= kind_of(node) == "Tanh"
+        if node in leaf_of:
+            is_repeated |= uses[leaf_of[node]] > 1
+        else:
+            stack += _sources(node)
+    return is_bounded and is_repeated
 
 
 def _weight_of(node: Any) -> Any:
