@@ -52,6 +52,7 @@ def test_what_is_advised_takes_a_ten_thousandth_in_a_step(optimizer, fields, val
     (verdict,) = told(shrinking(0.05), optimizer, **fields)
     assert verdict.remedy.value == pytest.approx(value)
     assert ("adds it to the gradient" in verdict.sentence) == (optimizer == "Adam")
+    assert ("gradients must be tiny" in verdict.sentence) == (optimizer == "Adam" and fields["weight_decay"] < 0.1)
 
 
 @pytest.mark.parametrize(
@@ -224,3 +225,19 @@ def test_weights_that_shrink_without_any_gradient_are_dead(bias):
     found, _ = trained(torch.optim.Adam, 1.0, bias=bias)
     assert next(iter(found)) == ("dead" if bias else "decay_too_large")
     assert ("decay_too_large" in found) == (bias == 0)
+
+
+@pytest.mark.parametrize(("clip_factor", "blamed"), [(1.0, False), (1e-2, True)])
+def test_under_adam_decay_is_compared_with_clipped_gradients(clip_factor, blamed):
+    """Adam divides by the size of its gradients, so clipping leaves steps as they are, but not next to decay."""
+    summary, small = {"clip_factor": clip_factor}, {"contribution": dict.fromkeys(LAYERS, 1.0)}
+    sizes = [(step, dict.fromkeys(("a", "b", "c", "head"), 8.0 * 0.95 ** (step - 1))) for step in STEPS]
+    update = {"update_fro": dict.fromkeys(LAYERS, 1.0)}
+    steps = [measured(step, weight_fro=fro, summary=summary, **small, **update) for step, fro in sizes]
+    verdicts = told(steps, "Adam", weight_decay=0.01)
+    assert [verdict.cause for verdict in verdicts] == ["decay_too_large"] * blamed
+    if blamed:
+        assert verdicts[0].sentence.endswith(
+            "clipping makes gradients 100 times smaller, so clip less, or use AdamW with 0.01"
+        )
+        assert verdicts[0].remedy.action == "check"
