@@ -296,3 +296,47 @@ def test_which_layers_move_late_is_part_of_the_state(first, named):
     judge.load_state_dict(state)
     verdicts = [judge.judge(measured(step, **late)) for step in (2, 4, 8, 16)]
     assert any(verdict.cause == "vanishing" for verdict in verdicts[-1]) == named
+
+
+class Branches(nn.Module):
+    """Residual branches that end with a gain of 0, as those of many ResNets do."""
+
+    def __init__(self, depth=3):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(32, 32), nn.Linear(32, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.LayerNorm(32)) for _ in range(depth)
+        )
+        for block in self.blocks:
+            nn.init.zeros_(block[-1].weight)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+@pytest.mark.parametrize(
+    ("lr", "stop", "told"), [(0.1, 0, set()), (1e-3, 0, {"rates_too_small"}), (1e-3, 16, {"rates_too_small"})]
+)
+def test_gains_that_small_steps_leave_at_zero_do_not_hide_these_steps(lr, stop, told):
+    """Most layers are behind such gains, so only the others tell; also where a judge goes on where another stopped."""
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    probe = SpectralProbe(model, optimizer, mode="observe")
+    teacher, judge = torch.randn(32, 8), Judge(SpectralCondition())
+    for _ in range(64):
+        x = torch.randn(64, 32)
+        with training_step(probe, optimizer):
+            nn.functional.cross_entropy(model(x), (x @ teacher).argmax(1)).backward()
+    verdicts = ()
+    for measurement in probe.measurements:
+        if measurement.step == stop:
+            state, judge = json.loads(json.dumps(judge.state_dict())), Judge(SpectralCondition())
+            judge.load_state_dict(state)
+        verdicts = judge.judge(measurement)
+    assert {verdict.cause for verdict in verdicts} == told
+    assert {verdict.cause for verdict in probe.latest.verdicts} == told
+    assert not told or max(block[-1].weight.abs().max() for block in model.blocks) < GROWN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spectral_monitor.condition import Judge, SpectralCondition
-from spectral_monitor.measurement import LayerInfo
+from spectral_monitor.measurement import LOST, LayerInfo
 from tests.condition.synthetic import LAYERS, judged, measured, nothing, only_verdict, set_by, verdicts_on
 
 
@@ -117,6 +117,21 @@ def test_a_gain_of_zero_that_gets_no_gradient_is_named(moves, told):
     verdict = only_verdict(15, layers=layers, contribution=still, weight_natural={"norm.weight": 0.0})
     assert (verdict.layer, verdict.cause) == ("b", "dead")
     assert told in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        ("b", "its weights are all 0 and hardly any gradient reaches them"),
+        ("ab", "no gradient reaches its weights, because b is all 0"),
+    ],
+)
+def test_weights_of_zero_are_named_where_gradients_are_too_small_to_move_them(layers, told):
+    still = dict.fromkeys((*layers, *(f"{layer}.bias" for layer in layers)), 0.0)
+    reasons, nothing_moves = {"contribution/b": LOST}, {"contribution": still, "update_natural": still}
+    verdict = only_verdict(weight_natural={"b": 0.0}, reasons=reasons, **nothing_moves)
+    assert (verdict.cause, set(verdict.layers)) == ("dead", set(layers))
+    assert verdict.sentence.startswith(told)
 
 
 def test_a_loss_of_exactly_zero_after_training_makes_no_layer_dead():

@@ -128,6 +128,18 @@ def test_under_adam_most_weights_must_go_for_decay_to_be_blamed():
     assert told(shrinking(0.05, ("b",))), "a decay of its own is known"
 
 
+@pytest.mark.parametrize(("slow", "blamed"), [(0.0065, False), (0.0075, True)])
+def test_under_adam_larger_entries_take_longer_to_go(slow, blamed):
+    """Adam takes the learning rate from every entry, whatever its size: of five matrices, two have lost a half."""
+    steps = [1, 9, 17, 25, 33, 41]
+    paces = {"b": 0.05, "c": 0.05, "head": slow}
+    sizes = [{name: 8.0 * (1 - pace) ** (step - 1) for name, pace in paces.items()} for step in steps]
+    verdicts = told(
+        [measured(k, weight_fro=fro) for k, fro in zip(steps, sizes, strict=True)], "Adam", weight_decay=0.1
+    )
+    assert [set(verdict.layers) for verdict in verdicts] == [{"b", "c"}] * blamed
+
+
 def test_embeddings_count_too_and_what_is_not_measured_says_nothing():
     (verdict,) = told(shrinking(0.05, ("tok",)))
     assert verdict.layer == "tok"

@@ -47,6 +47,8 @@ def lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
 def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain an update of 0; in a chain of dead layers, blame the last one whose bias is dead too."""
     check = Remedy("check", (row.name,))
+    if row.get("lost") > 0 == row.get("weight_natural"):
+        return Explanation("dead", f"its weights are all 0 and hardly any gradient reaches them: {DRAW}", check)
     if row.get("lost") > 0:
         sentence = (
             "gradients arrive, but its updates are lost, most likely because they are too small for the precision of "
@@ -62,7 +64,8 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if row not in without_gradient:
         sentence = "it has a learning rate but no update: no gradient arrives, or the gradient is exactly 0"
         return Explanation("unmoved", sentence)
-    zeros = [other.name for other in without_gradient if other.get("weight_natural") == 0]
+    still = [other for other in network.rows if other.get("contribution") == 0 and other.lr != 0]
+    zeros = [other.name for other in still if other.get("weight_natural") == 0]
     if row.name in zeros and len(zeros) > 1:
         others = " and ".join(name for name in zeros if name != row.name) if len(zeros) < 4 else "others"
         return Explanation(

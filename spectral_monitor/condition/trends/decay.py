@@ -15,6 +15,8 @@ from spectral_monitor.measurement import Measurement
 
 LEFT = 0.5
 """Part of its initial Frobenius norm that a weight should keep; healthy recipes keep 0.6 after hundreds of steps."""
+SHRINKING = 0.75
+"""The same for most of the weights, if decay is part of a normalized gradient: larger entries then take longer."""
 FAST = 0.006
 """Part of its norm that a weight may lose in each step; less than 0.002 in 60 healthy recipes. Long runs lose as much
 of their weights, a hundred times as slowly.
@@ -56,7 +58,8 @@ class DecayTrend(Memory):
         fast = {name for name in self.fast if remaining.get(name, math.nan) < LEFT}
         # If decay is part of a normalized gradient, a weight that the loss hardly depends on shrinks by itself.
         coupled = {row.name for row in decaying if math.isnan(taken[row.name])}
-        if 2 * len(fast & coupled) < len(coupled):
+        shrinking = {name for name in self.fast if remaining.get(name, math.nan) < SHRINKING}
+        if 2 * len(shrinking & coupled) < len(coupled):
             fast -= coupled
         for row in decaying:
             name = row.name
