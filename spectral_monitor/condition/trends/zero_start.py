@@ -38,24 +38,16 @@ class ZeroStartGate:
     Attributes:
         reason: why layers are not compared at the latest measurement; empty if they are.
         from_zero: layers that began at zero.
+        late_layers: layers that got no gradient while those were zero, if these are less than half. They move late.
     """
 
     def __init__(self) -> None:
         self.reason = ""
         self.from_zero: set[str] = set()
-        self._late: set[str] = set()
+        self.late_layers: set[str] = set()
         self._growing: dict[str, int] = {}  # layer -> number of measurements it has been growing for
         self._open: set[str] = set()  # gains that have had enough time to leave zero
-        self._gated: set[str] = set()  # layers that got no gradient while only gains were zero
         self._looked = 0  # number of measurements with a learning rate above 0
-
-    @property
-    def late_layers(self) -> set[str]:
-        """Layers that got no gradient while others were zero, if these are less than half. They move late.
-
-        So do any that only gains hold back, while these grow.
-        """
-        return self._late | (self._gated if self._growing else set())
 
     @property
     def awaited(self) -> str:
@@ -70,8 +62,7 @@ class ZeroStartGate:
         self.from_zero |= new
         if new and network.top_lr > 0:
             still = {row.name for row in network.moved_by_rate if row.name not in new and not row.has_gradient}
-            self._late |= still if 2 * len(still) < len(network.moved_by_rate) else set()
-            self._gated |= still if new <= network.vectors.keys() else set()
+            self.late_layers |= still if 2 * len(still) < len(network.moved_by_rate) else set()
         if self._looked < GRACE:
             self._growing |= dict.fromkeys(sorted(new), 0)  # in the same order in every process
         if network.top_lr == 0:  # before a warm-up
@@ -93,22 +84,21 @@ class ZeroStartGate:
     def waits(self, finding: Finding) -> bool:
         """Return whether a finding does not count yet.
 
-        A gain that has left zero passes on some gradient, however small: a layer that still gets none is dead. Steps of
-        layers that gains never held back show by then whether rates are too small.
+        A gain that has left zero passes on some gradient, however small: a layer that still gets none is dead. By then
+        the largest steps so far, those of layers that no gain held back included, show whether rates are too small.
         """
         growing = self._growing.keys() - self._open if finding.check in NOT_BEHIND_GAINS else self._growing
         return bool(growing) and (finding.check in COMPARING or finding.layer in self._growing)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain types."""
-        layers = {"late": self._late, "gated": self._gated}
-        saved = {key: sorted(names) for key, names in layers.items() if names}
-        return {"growing": dict(self._growing), "from_zero": sorted(self.from_zero), "looked": self._looked, **saved}
+        late = {"late": sorted(self.late_layers)} if self.late_layers else {}
+        return {"growing": dict(self._growing), "from_zero": sorted(self.from_zero), "looked": self._looked, **late}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._growing, self.from_zero = dict(state["growing"]), set(state["from_zero"])
-        self._late, self._gated = (set(state.get(key, ())) for key in ("late", "gated"))
+        self.late_layers = set(state.get("late", ()))
         self._looked = int(state["looked"])
 
 
