@@ -35,8 +35,8 @@ class Schedules:
         """Yield the parameters of each scheduled group with the plan of its learning rate in this fit.
 
         A schedule that depends on a metric begins at its peak. Schedules that cannot be simulated are left out. So are
-        those that stay below the group's initial rate, because their function depends on more than the step. Call this
-        after data are loaded, since their number gives the length of the fit.
+        those that stay below the group's initial rate and would not rise after the fit either, because their function
+        depends on more than the step. Call this after data are loaded, since their number gives the length of the fit.
         """
         stops = bool(trainer.early_stopping_callbacks)
         for config in trainer.lr_scheduler_configs:
@@ -56,7 +56,7 @@ class Schedules:
                     plan = Plan(plan.first, plan.highest)
                 elif stops or config.interval != "step":  # the last epochs may never come
                     plan = plan._replace(lasts=1.0)
-                if plan.highest > plan.first or plan.highest >= float(group.get("initial_lr", 0.0)):
+                if plan.rises or plan.highest > plan.first or plan.highest >= float(group.get("initial_lr", 0.0)):
                     yield group["params"], plan
 
     def _copy(self, scheduler: LRScheduler) -> LookAhead | None:

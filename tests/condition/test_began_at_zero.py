@@ -15,6 +15,7 @@ from spectral_monitor.condition import Judge, SpectralCondition
 from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.row import columns
 from spectral_monitor.condition.trends.zero_start import GRACE, GROWN, STUCK, ZeroStartGate
+from spectral_monitor.measurement import LayerInfo
 from tests.condition.synthetic import LAYERS, ZERO, measured, nothing, set_by
 from tests.one_step import training_step
 
@@ -296,3 +297,22 @@ def test_which_layers_move_late_is_part_of_the_state(first, named):
     judge.load_state_dict(state)
     verdicts = [judge.judge(measured(step, **late)) for step in (2, 4, 8, 16)]
     assert any(verdict.cause == "vanishing" for verdict in verdicts[-1]) == named
+
+
+@pytest.mark.parametrize(("pace", "told"), [(0.05, []), (1e-4, ["rates_too_small"])])
+def test_gains_that_stay_next_to_zero_do_not_hide_small_steps_of_other_layers(pace, told):
+    """Three matrices of four are in branches that end with a gain of 0, as in many ResNets, and take tiny steps."""
+    layers = {**LAYERS, "gain": LayerInfo("gain", "vector", 1, 64, (64,))}
+    inside = ("a", "b", "c")
+    pace_of = dict.fromkeys(layers, pace) | dict.fromkeys(inside, 1e-6)
+    steps = {"update_natural": pace_of, "update_ratio": pace_of}
+    held_back = {"contribution": dict.fromkeys(inside, 0.0), "weight_natural": {"gain": 0.0}, **steps}
+    later = {"weight_natural": {"gain": 0.01}, **steps}
+    judge, verdicts = Judge(SpectralCondition()), ()
+    for step in (1, 2, 4, 8, 16, 32, 64, 100, 128):
+        state = json.loads(json.dumps(judge.state_dict()))
+        judge = Judge(SpectralCondition())
+        judge.load_state_dict(state)
+        verdicts = judge.judge(measured(step, layers=layers, **(held_back if step == 1 else later)))
+        assert judge.waits.startswith("gain began at zero")
+    assert [verdict.cause for verdict in verdicts] == told

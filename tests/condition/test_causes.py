@@ -64,22 +64,38 @@ def told_of_rate(factor, size, **changed):
 
 
 @pytest.mark.parametrize(
-    ("others", "own", "both"),
+    ("others", "own", "fro", "both"),
     [
-        (1.9e-4, 0.09, True),
-        (2.1e-4, 0.09, False),
-        (1e-5, 0.11, False),
-        (math.nan, 0.09, False),
-        (1e-5, math.nan, False),
+        (1.9e-3, 0.09, 8.0, True),
+        (2.1e-3, 0.09, 8.0, False),
+        (1.9e-4, 0.09, 2.0, True),  # a network that was trained before takes smaller steps
+        (2.1e-4, 0.09, 2.0, False),
+        (1e-5, 0.11, 8.0, False),
+        (math.nan, 0.09, 8.0, False),
+        (1e-5, math.nan, 8.0, False),
     ],
 )
-def test_where_the_others_hardly_move_either_rate_may_be_wrong(others, own, both):
+def test_where_the_others_hardly_move_either_rate_may_be_wrong(others, own, fro, both):
     ratios = dict.fromkeys(LAYERS, others) | {"b": own}
-    verdict = told_of_rate(1000.0, 1000.0, update_ratio=ratios)
+    verdict = told_of_rate(1000.0, 1000.0, update_ratio=ratios, weight_fro=dict.fromkeys(LAYERS, fro))
     assert verdict.sentence == "its learning rate is 10, that of the other layers 0.01" + (
         ", at which they hardly move: use one of the two for all layers" if both else ": use 0.01"
     )
     assert verdict.remedy == (None if both else Remedy("set_lr", ("b",), 0.01))
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "both"), [(0.55, 0.02, True), (0.45, 0.02, False), (0.55, 1.9e-3, False), (0.55, 2.1e-3, True)]
+)
+def test_where_steps_of_the_others_are_too_large_either_rate_may_be_wrong(others, own, both):
+    verdict = told_of_rate(1 / 30, 1 / 30, update_ratio=dict.fromkeys(LAYERS, others) | {"b": own})
+    assert verdict.cause == "lr_too_small"
+    assert verdict.sentence.endswith(
+        ", at which steps change them by 0.55 of their size: use one of the two for all layers"
+        if both
+        else ": use 0.01"
+    )
+    assert (verdict.remedy is None) == both
 
 
 @pytest.mark.parametrize(("factor", "size"), [(30.0, 1.0), (30.0, 2.9), (1 / 30, 0.35), (1 / 30, 2.9)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spectral_monitor.condition import Judge, SpectralCondition
+from spectral_monitor.measurement import LOST, LayerInfo
 from tests.condition.synthetic import LAYERS, judged, measured, nothing, only_verdict, set_by, verdicts_on
 
 
@@ -70,8 +71,8 @@ def test_of_a_chain_of_dead_layers_the_one_to_blame_is_the_root():
     assert "(b)" in told["a"].sentence
 
 
-@pytest.mark.parametrize(("size", "said"), [(10.0, False), (10.5, True)])
-def test_only_biases_above_ten_are_said_to_keep_a_relu_shut(size, said):
+@pytest.mark.parametrize(("size", "said"), [(4.9, False), (5.0, True)])
+def test_only_biases_of_five_and_more_are_said_to_keep_a_relu_shut(size, said):
     still = dict.fromkeys(("a", "a.bias"), 0.0)
     verdict = only_verdict(weight_natural={"a.bias": size}, contribution=still)
     assert ("biases of size" in verdict.sentence) is said
@@ -92,6 +93,45 @@ def test_a_network_without_any_gradient():
     (verdict,) = verdicts_on(contribution=dict.fromkeys(LAYERS, 0.0), drift_ratio=dict.fromkeys(LAYERS, 0.0))
     assert (verdict.cause, set(verdict.layers)) == ("dead", set(LAYERS) - {"a.bias", "b.bias", "c.bias"})
     assert "no layer gets a gradient" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        ({"b": 0.0}, "no layer gets a gradient: b is all 0, so nothing gets through: begin with random weights"),
+        ({"b.bias": 0.0}, "no layer gets a gradient: the loss does not depend on them"),
+        ({"b.bias": 10.0}, "as by a ReLU that never opens behind b (biases of size 10)"),
+    ],
+)
+def test_a_network_without_any_gradient_names_what_blocks_it(size, told):
+    still = dict.fromkeys(LAYERS, 0.0)
+    (verdict,) = verdicts_on(contribution=still, drift_ratio=still, weight_natural=size)
+    assert told in verdict.sentence
+
+
+@pytest.mark.parametrize(("moves", "told"), [(False, "because norm.weight is all 0"), (True, "outputs are detached")])
+def test_a_gain_of_zero_that_gets_no_gradient_is_named(moves, told):
+    gain = LayerInfo("norm.weight", "vector", 1, 8, (8,))
+    still = dict.fromkeys(("b", "b.bias"), 0.0) | {"norm.weight": 0.1 * moves}
+    layers = {**LAYERS, gain.name: gain}
+    verdict = only_verdict(15, layers=layers, contribution=still, weight_natural={"norm.weight": 0.0})
+    assert (verdict.layer, verdict.cause) == ("b", "dead")
+    assert told in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        ("b", "its weights are all 0 and hardly any gradient reaches them"),
+        ("ab", "no gradient reaches its weights, because b is all 0"),
+    ],
+)
+def test_weights_of_zero_are_named_where_gradients_are_too_small_to_move_them(layers, told):
+    still = dict.fromkeys((*layers, *(f"{layer}.bias" for layer in layers)), 0.0)
+    reasons, nothing_moves = {"contribution/b": LOST}, {"contribution": still, "update_natural": still}
+    verdict = only_verdict(weight_natural={"b": 0.0}, reasons=reasons, **nothing_moves)
+    assert (verdict.cause, set(verdict.layers)) == ("dead", set(layers))
+    assert verdict.sentence.startswith(told)
 
 
 def test_a_loss_of_exactly_zero_after_training_makes_no_layer_dead():

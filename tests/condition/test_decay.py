@@ -52,6 +52,7 @@ def test_what_is_advised_takes_a_ten_thousandth_in_a_step(optimizer, fields, val
     (verdict,) = told(shrinking(0.05), optimizer, **fields)
     assert verdict.remedy.value == pytest.approx(value)
     assert ("adds it to the gradient" in verdict.sentence) == (optimizer == "Adam")
+    assert ("gradients must be tiny" in verdict.sentence) == (optimizer == "Adam" and fields["weight_decay"] < 0.1)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,18 @@ def test_under_adam_most_weights_must_go_for_decay_to_be_blamed():
     assert not told(shrinking(0.05, ("b", "c")), "Adam", **adam), "of five"
     assert told(shrinking(0.05, ("b", "c", "head")), "Adam", **adam)
     assert told(shrinking(0.05, ("b",))), "a decay of its own is known"
+
+
+@pytest.mark.parametrize(("slow", "blamed"), [(0.0065, False), (0.0075, True)])
+def test_under_adam_larger_entries_take_longer_to_go(slow, blamed):
+    """Adam takes the learning rate from every entry, whatever its size: of five matrices, two have lost a half."""
+    steps = [1, 9, 17, 25, 33, 41]
+    paces = {"b": 0.05, "c": 0.05, "head": slow}
+    sizes = [{name: 8.0 * (1 - pace) ** (step - 1) for name, pace in paces.items()} for step in steps]
+    verdicts = told(
+        [measured(k, weight_fro=fro) for k, fro in zip(steps, sizes, strict=True)], "Adam", weight_decay=0.1
+    )
+    assert [set(verdict.layers) for verdict in verdicts] == [{"b", "c"}] * blamed
 
 
 def test_embeddings_count_too_and_what_is_not_measured_says_nothing():
@@ -224,3 +237,19 @@ def test_weights_that_shrink_without_any_gradient_are_dead(bias):
     found, _ = trained(torch.optim.Adam, 1.0, bias=bias)
     assert next(iter(found)) == ("dead" if bias else "decay_too_large")
     assert ("decay_too_large" in found) == (bias == 0)
+
+
+@pytest.mark.parametrize(("clip_factor", "blamed"), [(1.0, False), (1e-2, True)])
+def test_under_adam_decay_is_compared_with_clipped_gradients(clip_factor, blamed):
+    """Adam divides by the size of its gradients, so clipping leaves steps as they are, but not next to decay."""
+    summary, small = {"clip_factor": clip_factor}, {"contribution": dict.fromkeys(LAYERS, 1.0)}
+    sizes = [(step, dict.fromkeys(("a", "b", "c", "head"), 8.0 * 0.95 ** (step - 1))) for step in STEPS]
+    update = {"update_fro": dict.fromkeys(LAYERS, 1.0)}
+    steps = [measured(step, weight_fro=fro, summary=summary, **small, **update) for step, fro in sizes]
+    verdicts = told(steps, "Adam", weight_decay=0.01)
+    assert [verdict.cause for verdict in verdicts] == ["decay_too_large"] * blamed
+    if blamed:
+        assert verdicts[0].sentence.endswith(
+            "clipping makes gradients 100 times smaller, so clip less, or use AdamW with 0.01"
+        )
+        assert verdicts[0].remedy.action == "check"

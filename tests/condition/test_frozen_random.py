@@ -191,3 +191,24 @@ def test_an_adapter_on_trained_weights():
     model.body.requires_grad_(False)
     model.other.requires_grad_(False)
     assert not any(sentences(model, sgd(model.parameters())))
+
+
+class Sequence(nn.Module):
+    """A frozen recurrent encoder, whose calls cannot be seen, and a head."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.encoder, self.head = nn.LSTM(WIDTH, WIDTH, layers, batch_first=True), nn.Linear(WIDTH, 4)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.encoder.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.middle(self.encoder(x[:, None])[0][:, -1]).tanh())
+
+
+@pytest.mark.parametrize(("layers", "told"), [(2, ["4 of 6"]), (1, [])])
+def test_a_frozen_recurrent_encoder_counts_if_it_is_most_of_the_network(layers, told):
+    torch.manual_seed(0)
+    model = Sequence(layers)
+    last = sentences(model, torch.optim.SGD(model.parameters(), 0.1))[-1]
+    assert [sentence.partition(" matrices")[0] for sentence in last] == told

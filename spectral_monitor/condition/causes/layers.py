@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from spectral_monitor.condition.causes.explanation import NO_CAUSE, Explanation, at_peak
-from spectral_monitor.condition.causes.network import ORDINARY
+from spectral_monitor.condition.causes.network import MOSTLY_CLIPPED, ORDINARY
 from spectral_monitor.condition.causes.silent import cut_off, dead, left_out, lr_zero
 from spectral_monitor.condition.findings import SUSPECT, UPDATE_LIMIT, Finding
 from spectral_monitor.condition.network import MOVED, Network
@@ -24,8 +24,14 @@ MEMORY = 10_000
 """Steps over which weight decay may remove a weight, about as with published values."""
 COUPLED = 1e-4
 """A usual weight decay if an optimizer like Adam adds it to the gradient."""
+MILD = 1e-3
+"""Such a decay of an optimizer like Adam is usual, and only outweighs unusually small gradients."""
 HARDLY_MOVES = 2e-4
 """Relative update, at the peak of the schedule, below which a layer hardly moves; fine-tuning at 1e-5 has 5e-4."""
+NEW_HARDLY_MOVES = 2e-3
+"""The same in a new network: a tenth of the least healthy step."""
+OVERWRITES = 0.5
+"""Relative update from which on steps are too large: twice the largest healthy one."""
 STILL = 0.1
 """A layer whose drift is below this part of the median hardly moves."""
 
@@ -71,8 +77,8 @@ def _rate(finding: Finding, row: Row, network: Network) -> Explanation | None:
             f"{short(size / factor)} times at that rate: if this is intended, set expected={{{row.name!r}: "
             f"{factor:.3g}}}",
         )
-    if not from_profile and large and _others_hardly_move(row, network):
-        return Explanation(code, f"{comparison}, at which they hardly move: use one of the two for all layers")
+    if not from_profile and (reason := _why_others_are_off(row, network, large)):
+        return Explanation(code, f"{comparison}, at which {reason}: use one of the two for all layers")
     return Explanation(code, f"{comparison}: use {advised_lr:.3g}", Remedy("set_lr", (row.name,), advised_lr))
 
 
@@ -96,10 +102,14 @@ def _at_usual_rate(row: Row, network: Network) -> list[Row]:
     ]
 
 
-def _others_hardly_move(row: Row, network: Network) -> bool:
-    """Return whether a layer takes ordinary steps but those at the usual rate hardly move: they may be at fault."""
-    pace = geometric_median(at_peak(peer, peer.get("update_ratio")) for peer in _at_usual_rate(row, network))
-    return pace < HARDLY_MOVES and at_peak(row, row.get("update_ratio")) < ORDINARY
+def _why_others_are_off(row: Row, network: Network, large: bool) -> str:
+    """Return why the rate of the others may be wrong instead, if this layer takes ordinary steps; else nothing."""
+    own = network.largest_steps.get(row.name, math.nan)
+    pace = geometric_median(network.largest_steps.get(peer.name, math.nan) for peer in _at_usual_rate(row, network))
+    least = NEW_HARDLY_MOVES if network.fresh else HARDLY_MOVES
+    if large:
+        return "they hardly move" if pace < least and 0 < own < ORDINARY else ""
+    return f"steps change them by {short(pace)} of their size" if pace > OVERWRITES and own > least else ""
 
 
 def _size_if_similar(row: Row, network: Network) -> float:
@@ -279,6 +289,11 @@ def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
     advice = f"use about {{}}, which removes 1/{MEMORY} in a step"
     if not settings.decoupled and settings.family != "sgd":
         advised, advice = COUPLED, "this optimizer adds it to the gradient, so use about {}, or AdamW with 0.01"
+        if network.clip_factor < MOSTLY_CLIPPED:
+            times = short(1 / network.clip_factor)
+            advice = f"clipping makes gradients {times} times smaller, so clip less, or use AdamW with 0.01"
+        elif decay <= MILD:
+            advice += "; gradients must be tiny to lose against so small a decay: check the scale of inputs and loss"
     advised = float(f"{min(advised, decay / 10):.1g}")
     effect = f"has shrunk its weights to {short(finding.ratio)} of their initial size"
     if finding.quantity == "lr":
@@ -290,7 +305,7 @@ def _decay(finding: Finding, row: Row, network: Network) -> Explanation | None:
         "decay_too_large",
         f"weight decay {decay:.3g} of {settings.optimizer or 'its optimizer'}{correction} {effect}: "
         + advice.format(f"{advised:.3g}"),
-        Remedy("set_weight_decay", (row.name,), advised),
+        Remedy("set_weight_decay", (row.name,), advised) if "{}" in advice else Remedy("check", (row.name,)),
     )
 
 

@@ -17,11 +17,16 @@ from spectral_monitor.messages import joined
 
 MAX_NAMES = 3
 """Largest number of parameters that a sentence names."""
+LARGE_BIAS = 5.0
+"""From this size on, the biases of a dead layer are named: they may keep a ReLU shut."""
+GAINS = ("weight", "gamma", "gain", "scale")
+"""Last parts of the names of factors; shifts begin at 0 in healthy norms."""
 CLOSED = (
     "a ReLU no longer opens, probably because steps were too large for its inputs: divide learning rates by 3 or more, "
     "normalize inputs, and begin again"
 )
 """Why layers that had gradients before get none, and what to do."""
+DRAW = "begin with random weights, and with gains of 1"
 
 
 def lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
@@ -42,6 +47,8 @@ def lr_zero(finding: Finding, row: Row, network: Network) -> Explanation | None:
 def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     """Explain an update of 0; in a chain of dead layers, blame the last one whose bias is dead too."""
     check = Remedy("check", (row.name,))
+    if row.get("lost") > 0 == row.get("weight_natural"):
+        return Explanation("dead", f"its weights are all 0 and hardly any gradient reaches them: {DRAW}", check)
     if row.get("lost") > 0:
         sentence = (
             "gradients arrive, but its updates are lost, most likely because they are too small for the precision of "
@@ -57,7 +64,8 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
     if row not in without_gradient:
         sentence = "it has a learning rate but no update: no gradient arrives, or the gradient is exactly 0"
         return Explanation("unmoved", sentence)
-    zeros = [other.name for other in without_gradient if other.get("weight_natural") == 0]
+    still = [other for other in network.rows if other.get("contribution") == 0 and other.lr != 0]
+    zeros = [other.name for other in still if other.get("weight_natural") == 0]
     if row.name in zeros and len(zeros) > 1:
         others = " and ".join(name for name in zeros if name != row.name) if len(zeros) < 4 else "others"
         return Explanation(
@@ -66,11 +74,17 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
             "gradient; initialize one of them at random",
             check,
         )
+    zeros += _zero_gains(network)
+    all_zeros = f"{joined(zeros, MAX_NAMES)} {'is' if len(zeros) == 1 else 'are'} all 0"
     lived = any(network.largest_steps.get(other.name, 0.0) > 0 for other in without_gradient)
     if len(without_gradient) == len(network.rows):
         cause = "the loss does not depend on them or is exactly 0, or a dead layer blocks all gradients"
         if lived:
             cause = f"unless the loss is exactly 0, {CLOSED}"
+        elif zeros:
+            cause = f"{all_zeros}, so nothing gets through: {DRAW}"
+        elif biases := [text for other in network.rows if (text := _large_bias(other, network))]:
+            cause += f", as by a ReLU that never opens behind {joined(biases, MAX_NAMES)}"
         return Explanation("dead", f"no layer gets a gradient{' any more' * lived}: {cause}")
     if _gives_zeros(row):
         return Explanation(
@@ -84,12 +98,14 @@ def dead(finding: Finding, row: Row, network: Network) -> Explanation | None:
         )
     if blamed[-1] is not row:
         return Explanation("dead_above", f"a later layer ({blamed[-1].name}) is dead and lets no gradient through")
-    bias = network.vectors.get(f"{row.name}.bias", row).get("weight_natural")
-    bias_size = f" (biases of size {short(bias)})" if bias > 10 else ""
+    bias = _large_bias(row, network)
+    bias_size = bias.removeprefix(row.name)
     if network.largest_steps.get(row.name, 0.0) > 0:
         hint = "; an output layer needs no ReLU after it" * (row.info.role == "readout")
         sentence = f"no gradient reaches its weights any more: {CLOSED}{bias_size}{hint}"
         return Explanation("dead", sentence, check)
+    if zeros:
+        return Explanation("dead", f"no gradient reaches its weights, because {all_zeros}: {DRAW}", check)
     return Explanation(
         "dead",
         "no gradient reaches its weights: its outputs are detached, or cut off, as by a ReLU that never "
@@ -149,6 +165,23 @@ def forgotten(network: Network) -> Explanation:
         + (hint if any(name.startswith(UNREGISTERED) for name in names) else ""),
         Remedy("check"),
     )
+
+
+def _zero_gains(network: Network) -> list[str]:
+    """Return the gains that are 0 and stay so, because no gradient reaches them."""
+    return [
+        name
+        for name, row in network.vectors.items()
+        if name.endswith(GAINS) and row.get("weight_natural") == 0 == row.get("contribution") and row.lr != 0
+    ]
+
+
+def _large_bias(row: Row, network: Network) -> str:
+    """Return a layer's name with the size of its biases if these are large; else an empty string."""
+    modules = (row.name, row.name.rpartition(".")[0])  # the bias of a graph convolution is in the module around it
+    bias = next((bias for module in modules if (bias := network.vectors.get(f"{module}.bias"))), None)
+    size = math.nan if bias is None else bias.get("weight_natural")
+    return f"{row.name} (biases of size {short(size)})" if row.dense and size >= LARGE_BIAS else ""
 
 
 def _gives_zeros(row: Row) -> bool:

@@ -26,7 +26,7 @@ def frozen_at_random(rows: Sequence[Row], vectors: Mapping[str, Row], copies: Co
 
     Matrices in no optimizer count too, unless gradients reach them. These do not count:
 
-    - matrices that were not called, which may be for another stage of training;
+    - matrices that were not called, which may be for another stage of training, if calls can be seen;
     - matrices of an optimizer that moves nothing, which may wait for their turn, as in a GAN;
     - copies of trained layers, such as target networks.
 
@@ -48,7 +48,7 @@ def frozen_at_random(rows: Sequence[Row], vectors: Mapping[str, Row], copies: Co
         and not row.settings.forgotten
         and row.settings.owner in owners
         and row.get("drift_ratio") == 0
-        and row.get("feature_rms") >= 0
+        and (row.get("feature_rms") >= 0 or row.get("unseen") == 1)
     ]
     if not moving or any(row.randomness < FRESH for row in frozen) or _looks_trained(vectors.values()):
         return ()

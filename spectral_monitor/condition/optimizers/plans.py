@@ -31,12 +31,13 @@ class Plan(NamedTuple):
     lasts: float = 1.0  # part of training after which it stays next to 0; 1 if it does not or that is unknown
 
     @classmethod
-    def of(cls, rates: Sequence[float]) -> Plan:
-        """Return the plan of a schedule with these learning rates."""
+    def of(cls, rates: Sequence[float], after: float = math.nan) -> Plan:
+        """Return the plan of a schedule with these learning rates, and the one that would follow training, if known."""
         highest = max(rates)
         last = max((k for k, rate in enumerate(rates) if rate > FINAL * highest), default=len(rates) - 1)
         lasts = (last + 1) / len(rates) if len(rates) >= CALLS else 1.0
-        return cls(rates[0], highest, rates[0] < rates[-1] == highest, lasts)
+        rises = rates[-1] == highest and (rates[0] < highest or highest < after)
+        return cls(rates[0], highest, rises, lasts)
 
 
 class LookAhead:
@@ -70,15 +71,15 @@ class LookAhead:
         """
         rates = [self._rates()]
         with muted_warnings():  # torch warns because the stand-in takes no steps
-            for call in range(calls):
+            for call in range(calls + 1):  # the last one would follow training
                 try:
                     self._scheduler.step()
                 except Exception:
-                    if call == 0:
+                    if call == 0 < calls:
                         raise
                     break
                 rates.append(self._rates())
-        return [Plan.of(of_group) for of_group in zip(*rates, strict=True)]
+        return [Plan.of(of_group[: calls + 1], *of_group[calls + 1 :]) for of_group in zip(*rates, strict=True)]
 
     def _rates(self) -> list[float]:
         return [number(group["lr"], 0.0) for group in self._groups.param_groups]

@@ -15,6 +15,8 @@ from spectral_monitor.measurement import Measurement
 
 LEFT = 0.5
 """Part of its initial Frobenius norm that a weight should keep; healthy recipes keep 0.6 after hundreds of steps."""
+SHRINKING = 0.75
+"""The same for most of the weights, if decay is part of a normalized gradient: larger entries then take longer."""
 FAST = 0.006
 """Part of its norm that a weight may lose in each step; less than 0.002 in 60 healthy recipes. Long runs lose as much
 of their weights, a hundred times as slowly.
@@ -51,12 +53,13 @@ class DecayTrend(Memory):
             return
         decaying = [row for row in rows if not taken[row.name] > TAKEN]
         for row in decaying:
-            self._remember(row, network.step)
+            self._remember(row, network)
         remaining = {row.name: self._remaining(row) for row in decaying}
         fast = {name for name in self.fast if remaining.get(name, math.nan) < LEFT}
         # If decay is part of a normalized gradient, a weight that the loss hardly depends on shrinks by itself.
         coupled = {row.name for row in decaying if math.isnan(taken[row.name])}
-        if 2 * len(fast & coupled) < len(coupled):
+        shrinking = {name for name in self.fast if remaining.get(name, math.nan) < SHRINKING}
+        if 2 * len(shrinking & coupled) < len(coupled):
             fast -= coupled
         for row in decaying:
             name = row.name
@@ -64,9 +67,9 @@ class DecayTrend(Memory):
                 value, band = row.get("weight_fro"), (LEFT if name in fast else 0.0, math.inf)
                 yield Finding("decay", name, "weight_fro", value, self.first[name], band, 1.5, "it began with")
 
-    def _remember(self, row: Row, step: int) -> None:
+    def _remember(self, row: Row, network: Network) -> None:
         """Remember the size of a weight, and whether it has shrunk fast since the start of its span."""
-        name, size = row.name, row.get("weight_fro")
+        name, size, step, clip_factor = row.name, row.get("weight_fro"), network.step, network.clip_factor
         if not 0 <= size < math.inf or not (name in self.first or row.has_gradient):
             return  # a dead layer shrinks too, but not because of its decay
         self.first.setdefault(name, size)
@@ -75,7 +78,7 @@ class DecayTrend(Memory):
             return
         self.before[name] = [step, size]
         shrinkage = math.log(max(before, TINY) / max(size, TINY)) / (step - start)
-        if shrinkage > FAST and _explains(row, shrinkage) and name not in self.fast:
+        if shrinkage > FAST and _explains(row, shrinkage, clip_factor) and name not in self.fast:
             self.fast.append(name)
 
     def _remaining(self, row: Row) -> float:
@@ -84,13 +87,13 @@ class DecayTrend(Memory):
         return row.get("weight_fro") / first if first > 0 else math.nan
 
 
-def _explains(row: Row, shrinkage: float) -> bool:
+def _explains(row: Row, shrinkage: float, clip_factor: float) -> bool:
     """Return whether decay may explain the part of its size that a weight loses in a step; true if that is unknown."""
     if not math.isnan(taken := _decay_of_step(row)):
         return taken >= EXPLAINED * shrinkage
-    # The optimizer normalizes decay with the gradient, so decay must be about as large as the gradient.
+    # The optimizer normalizes decay with the clipped gradient, so decay must be about as large as that.
     entry = row.get("weight_fro") / math.sqrt(math.prod(row.info.shape))
-    return not row.settings.weight_decay * entry < EXPLAINED * row.gradient_entry
+    return not row.settings.weight_decay * entry < EXPLAINED * row.gradient_entry * clip_factor
 
 
 def _decay_of_step(row: Row) -> float:

@@ -22,6 +22,8 @@ larger than this.
 """
 COMPARING = frozenset({"reference", "weights", "dead", "rates_too_small", "eps", "nothing_trains"})
 """Checks that mean nothing while a matrix next to zero holds gradients back."""
+NOT_BEHIND_GAINS = frozenset({"dead", "rates_too_small"})
+"""Those of them that only wait for gains until these have left zero."""
 MAX_NAMES = 2
 """Largest number of growing layers that a reason names."""
 
@@ -82,9 +84,10 @@ class ZeroStartGate:
     def waits(self, finding: Finding) -> bool:
         """Return whether a finding does not count yet.
 
-        A gain that has left zero passes on some gradient, however small: a layer that still gets none is dead.
+        A gain that has left zero passes on some gradient, however small: a layer that still gets none is dead. By then
+        the largest steps so far, those of layers that no gain held back included, show whether rates are too small.
         """
-        growing = self._growing.keys() - self._open if finding.check == "dead" else self._growing
+        growing = self._growing.keys() - self._open if finding.check in NOT_BEHIND_GAINS else self._growing
         return bool(growing) and (finding.check in COMPARING or finding.layer in self._growing)
 
     def state_dict(self) -> dict[str, Any]:
