@@ -131,14 +131,14 @@ def momentum_share(settings: Hyperparameters) -> float:
     Good recipes lie between full compensation of the first and equal sizes (docs/correction.md).
 
     Args:
-        settings: of the layer; under an unknown kind of optimizer steps have the full size.
+        settings: of the layer; under an unknown kind of optimizer, other than Adadelta, steps have the full size.
 
     Example:
         >>> adam, sgd = Hyperparameters(family="adam", base_momentum=0.9), Hyperparameters(family="sgd")
         >>> momentum_share(adam), round(momentum_share(sgd), 2)
         (1.0, 1.87)
     """
-    if not settings.family:
+    if not settings.family and settings.optimizer != "Adadelta":
         return 1.0
     reference = REFERENCE_MOMENTUM.get(settings.family, 0.9)
     ratio = _persistence(reference) / _persistence(settings.base_momentum)

@@ -66,7 +66,7 @@ def test_shares_are_those_of_the_table_in_the_docs(role, began, wanted):
         ("SGD", "sgd", 1.0, 0.7 * (19 * 0.001 / 1.999) ** (1 / 3)),  # no more than 0.999 counts
         ("Muon", "muon", 0.95, 1.0),
         ("LARS", "lamb", 0.9, 1.0),
-        ("Adadelta", "", 0.0, 1.0),
+        ("Adadelta", "", 0.0, 19 ** (1 / 3)),
         ("Rocket", "", 0.0, 1.0),
     ],
 )
