@@ -62,6 +62,20 @@ def test_the_first_step_has_the_part_already(count, part, monkeypatch, capsys):
         assert found.values[key].tolist() == pytest.approx((usual.values[key] * part).tolist(), rel=1e-4)
 
 
+def factors_of(model, loss_of=over_classes):
+    """Return the factor on steps after the first one, and that of a run that goes on from there."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    settings = {"every_n_steps": 1, "mode": "correct", "correction": LRCorrection()}
+    probe = SpectralProbe(model, optimizer, **settings)
+    with training_step(probe, optimizer):
+        loss = loss_of(model(torch.randn(8, 16)))
+        probe.report_loss(loss)
+        loss.backward()
+    resumed = SpectralProbe(model, optimizer, **settings)
+    resumed.load_state_dict(probe.state_dict())
+    return [each._supervisor._corrector.wanted.depth_factor for each in (probe, resumed)]
+
+
 class Residual(nn.Module):
     """A stream that so many branches join."""
 
@@ -89,19 +103,9 @@ class Residual(nn.Module):
 )
 def test_of_many_residual_branches_steps_have_the_root_of_nine_over_their_number(count, ends, part, capsys):
     """Where branches end in smaller weights, as with GPT-2's initialization, steps keep their size."""
-    model = Residual(count, ends)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
-    with training_step(probe, optimizer):
-        loss = over_classes(model(torch.randn(8, 16)))
-        probe.report_loss(loss)
-        loss.backward()
-    assert probe._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
+    assert factors_of(Residual(count, ends)) == [pytest.approx(part)] * 2
     line = f"the changes of {count} residual branches add up: steps are multiplied by {part:.2g}"
     assert (line in " ".join(capsys.readouterr().out.split())) is (part < 1)
-    resumed = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
-    resumed.load_state_dict(probe.state_dict())
-    assert resumed._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
 
 
 class PostNorm(nn.Module):
@@ -127,19 +131,9 @@ class PostNorm(nn.Module):
 @pytest.mark.parametrize(("count", "part"), [(0, 1.0), (1, 0.8), (4, 0.5), (24, 1 / 7)])
 def test_of_post_norm_branches_steps_are_divided_by_one_and_a_quarter_of_their_number(count, part, loss_of, capsys):
     """Whatever the loss is, and after a checkpoint too."""
-    model = PostNorm(count)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    probe = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
-    with training_step(probe, optimizer):
-        loss = loss_of(model(torch.randn(8, 16)))
-        probe.report_loss(loss)
-        loss.backward()
-    assert probe._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
+    assert factors_of(PostNorm(count), loss_of) == [pytest.approx(part)] * 2
     line = f"a norm follows each of {count} residual branches (post-norm): steps are multiplied by {part:.2g}"
     assert (line in " ".join(capsys.readouterr().out.split())) is (part < 1)
-    resumed = SpectralProbe(model, optimizer, every_n_steps=1, mode="correct", correction=LRCorrection())
-    resumed.load_state_dict(probe.state_dict())
-    assert resumed._supervisor._corrector.wanted.depth_factor == pytest.approx(part)
 
 
 @pytest.mark.parametrize("settings", [{"size": "lr"}, {"policy": "balance", "size": "lr"}])
