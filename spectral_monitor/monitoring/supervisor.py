@@ -221,6 +221,7 @@ class Supervisor:
                 self._forgotten.watch(unregistered(output, self._engine.model))
         if self._corrector is None or not self._corrector.correction.of_peak:
             return
+        self._corrector.wanted.see_graph(output)
         depth = depth_of(output)
         # Rules on chains and sums were found to hold for losses over classes only, those of post-norm for all.
         depth = depth if is_over_classes(output) else Depth(post_norms=depth.post_norms)
@@ -229,7 +230,6 @@ class Supervisor:
             self._engine.multipliers = self._corrector.by_layer()
         if is_first:  # the graph of a loss that is reported late has lost its constants
             self._corrector.wanted.scales = embedding_scales(output)
-            self._corrector.wanted.see_graph(output)
 
     def correct(self, measurement: Measurement, tell: Callable[[str], None] = lambda text: None) -> None:
         """Correct learning rates by a measurement; ``tell`` receives a line on each notable correction."""
