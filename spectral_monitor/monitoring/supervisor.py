@@ -222,10 +222,11 @@ class Supervisor:
         if self._corrector is None or not self._corrector.correction.of_peak:
             return
         self._corrector.wanted.see_graph(output)
-        depth = depth_of(output)
+        depth, previous = depth_of(output), self._corrector.wanted.depth
         # Rules on chains and sums were found to hold for losses over classes only, those of post-norm for all.
-        depth = depth if is_over_classes(output) else Depth(post_norms=depth.post_norms)
-        if depth != self._corrector.wanted.depth:
+        if not is_over_classes(output):  # an output tells nothing of the loss, which a resumed run may know
+            depth = (Depth() if is_loss else previous)._replace(post_norms=depth.post_norms)
+        if depth != previous:
             self._corrector.wanted.depth = depth
             self._engine.multipliers = self._corrector.by_layer()
         if is_first:  # the graph of a loss that is reported late has lost its constants

@@ -192,3 +192,10 @@ def test_the_callback_sees_the_graph_of_the_loss_and_says_so_once(caplog):
     said = " ".join(caplog.text.split())
     line = "8 matrices follow each other without residual connections or batch norms: steps are multiplied by 0.25"
     assert said.count(line) == said.count("the constant learning rate (0.001) counts as size") > 0
+
+
+def test_outputs_leave_what_the_loss_of_an_earlier_run_has_shown():
+    """Until the loss of a resumed run is reported, possibly after the step."""
+    probe = corrected(12, 0, corrected(12, 3).state_dict())
+    probe._supervisor._read_graph(chain(12)(torch.randn(8, 16)))
+    assert probe._supervisor._corrector.wanted.depth_factor == pytest.approx(1 / 6)
