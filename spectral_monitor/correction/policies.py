@@ -77,15 +77,16 @@ transformers with 4, 8, 12, 16 and 24 such branches are 1/16, 1/16, 1/19, 1/22 a
 """
 
 
-def depth_rule(depth: Depth, uneven: bool) -> tuple[float, str]:
+def depth_rule(depth: Depth, uneven: bool = False, trained_part: float = 1.0) -> tuple[float, str]:
     """Return the factor on the size of steps in a deep network, and its reason; 1 and "" if no rule applies.
 
     Args:
         depth: of the network.
         uneven: whether half of its operators began much smaller than the others, as with GPT-2's initialization.
+        trained_part: part of the entries of its operators that is trained. Adapters change post-norm blocks little.
 
     Example:
-        >>> depth_rule(Depth(matrices=8), uneven=False)[0]
+        >>> depth_rule(Depth(matrices=8))[0]
         0.25
     """
     matrices, branches, post_norms = depth
@@ -95,7 +96,7 @@ def depth_rule(depth: Depth, uneven: bool) -> tuple[float, str]:
         rules.append((ADDS_UP / matrices, reason))
     if post_norms:
         reason = f"a norm follows each of {post_norms} residual branches (post-norm)"
-        rules.append((1 / (1 + post_norms / POST_NORMS), reason))
+        rules.append((1 / (1 + trained_part * post_norms / POST_NORMS), reason))
     elif branches > BRANCHES and not uneven:
         rules.append((math.sqrt(BRANCHES / branches), f"the changes of {branches} residual branches add up"))
     return min(rules)

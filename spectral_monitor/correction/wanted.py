@@ -100,7 +100,7 @@ class WantedUpdates:
     def take(self, settings: Mapping[str, Hyperparameters]) -> None:
         """Take over new settings, after parameter groups were added."""
         self.settings = settings
-        self._readout_factor = self._lone_readout_factor()
+        self._see_trained()
         if self._correction.of_peak:
             self.relative = relative_rates(self.layers, settings)
 
@@ -113,7 +113,9 @@ class WantedUpdates:
     @property
     def depth_rule(self) -> tuple[float, str]:
         """The factor on the size of steps in deep networks, and its reason."""
-        return depth_rule(self.depth, self._uneven) if self._correction.of_peak else (1.0, "")
+        if not self._correction.of_peak:
+            return 1.0, ""
+        return depth_rule(self.depth, self._uneven, self._trained_part)
 
     @property
     def depth_factor(self) -> float:
@@ -176,13 +178,19 @@ class WantedUpdates:
             size *= RECURRENT_READOUT_SHARE
         return size * momentum_share(self.settings[name]) * self._readout_factor if self._correction.of_peak else size
 
-    def _lone_readout_factor(self) -> float:
-        """Return the factor on steps where a readout is the only matrix that is trained now, as in a linear probe."""
+    def _see_trained(self) -> None:
+        """Note the part of the operators' entries that is trained now, and the factor on steps where a readout is the
+        only matrix that is trained, as in a linear probe.
+        """
         optimized = [layer for layer in self.layers if self.settings[layer.info.name].optimizer]
         trained = [layer for layer in optimized if any(source.requires_grad for source in layer.sources)]
+        operators = [layer for layer in self.layers if layer.info.role == "operator"]
+        entries = {layer.info.name: math.prod(layer.info.shape) for layer in operators}
+        trained_entries = sum(entries.get(layer.info.name, 0) for layer in trained)
+        self._trained_part = trained_entries / max(sum(entries.values()), 1)
         roles = [layer.info.role for layer in trained if layer.info.role != "vector"]
         is_alone = roles == ["readout"] and not any(self.settings[layer.info.name].elsewhere for layer in trained)
-        return LONE_READOUT_SHARE if is_alone else 1.0
+        self._readout_factor = LONE_READOUT_SHARE if is_alone else 1.0
 
     @property
     def input_rms(self) -> float:
@@ -253,7 +261,7 @@ class WantedUpdates:
             rates: their learning rates, multiplied.
             factors: the multipliers within those rates.
         """
-        self._readout_factor = self._lone_readout_factor()  # others may have thawed
+        self._see_trained()  # others may have thawed
         if self._correction.policy == "fsc":
             blocks = sum(math.isfinite(size) or m.is_known for size, m in zip(sizes, multipliers, strict=True))
             decrease = wanted_decrease(measurement, self._correction.polyak) / max(blocks, 1)

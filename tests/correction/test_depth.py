@@ -64,7 +64,7 @@ def test_the_first_step_has_the_part_already(count, part, monkeypatch, capsys):
 
 def factors_of(model, loss_of=over_classes):
     """Return the factor on steps after the first one, and that of a run that goes on from there."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
     settings = {"every_n_steps": 1, "mode": "correct", "correction": LRCorrection()}
     probe = SpectralProbe(model, optimizer, **settings)
     with training_step(probe, optimizer):
@@ -114,11 +114,11 @@ class PostNorm(nn.Module):
     def __init__(self, count):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.first = nn.Linear(16, 16)
         self.branches = nn.ModuleList(
             nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(count)
         )
-        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(count))
+        self.norms, self.last = nn.ModuleList(nn.LayerNorm(16) for _ in range(count)), nn.Linear(16, 4)
 
     def forward(self, x):
         x = self.first(x)
@@ -134,6 +134,15 @@ def test_of_post_norm_branches_steps_are_divided_by_one_and_a_quarter_of_their_n
     assert factors_of(PostNorm(count), loss_of) == [pytest.approx(part)] * 2
     line = f"a norm follows each of {count} residual branches (post-norm): steps are multiplied by {part:.2g}"
     assert (line in " ".join(capsys.readouterr().out.split())) is (part < 1)
+
+
+@pytest.mark.parametrize("frozen", [0, 4, 8])
+def test_of_post_norm_branches_those_that_are_frozen_do_not_count(frozen):
+    """Their part is that of the entries: adapters on a frozen network have next to none."""
+    model = PostNorm(8)
+    model.branches[:frozen].requires_grad_(False)
+    trained_part = 1 - 2 * frozen / 17  # of operators: the first one is not in a branch
+    assert factors_of(model) == [pytest.approx(1 / (1 + trained_part * 8 / 4))] * 2
 
 
 @pytest.mark.parametrize("settings", [{"size": "lr"}, {"policy": "balance", "size": "lr"}])

@@ -36,7 +36,7 @@ class Plan(NamedTuple):
         highest = max(rates)
         last = max((k for k, rate in enumerate(rates) if rate > FINAL * highest), default=len(rates) - 1)
         lasts = (last + 1) / len(rates) if len(rates) >= CALLS else 1.0
-        rises = rates[-1] == highest and (rates[0] < highest or highest < after)
+        rises = rates[-1] == highest > 0 and (rates[0] < highest or highest < after)
         return cls(rates[0], highest, rises, lasts)
 
 
