@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.rates.any_rate import train as finish
 from benchmarks.rates.steep import RECIPES
 from spectral_monitor import LRCorrection, SpectralLRCorrector, SpectralMonitorWarning, SpectralProbe
-from spectral_monitor.correction import smoothing, wanted
+from spectral_monitor.correction import policies, smoothing
 from spectral_monitor.correction.policies import SGD_SHARE
 from spectral_monitor.correction.smoothing import (
     LONGEST,
@@ -427,7 +427,7 @@ def ends_at(seed, looks):
 @pytest.mark.slow
 def test_a_deep_network_learns_under_sgd(monkeypatch):
     """Ten seeds end at 1.01 on average with the rule, and at 1.31 to 1.59 or NaN without; chance is 1.6."""
-    monkeypatch.setattr(wanted, "SHALLOW", 100)
+    monkeypatch.setattr(policies, "SHALLOW", 100)
     assert statistics.fmean(ends_at(seed, looks=True) for seed in range(3)) < 1.2
     assert not ends_at(0, looks=False) < 1.3
 
