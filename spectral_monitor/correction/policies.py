@@ -34,10 +34,10 @@ TRAINED_SHARE = 1 / 4
 LONE_READOUT_SHARE = 4.0
 """Factor on steps of a readout that is trained alone: no later layer depends on its outputs."""
 RECURRENT_READOUT_SHARE = 2.0
-"""Factor on steps of a readout that reads recurrent layers, under optimizers that do not follow the gradient.
+"""Factor on steps of a readout that reads recurrent layers, if updates do not grow with the gradient.
 
-Gates and tanh bound its inputs: their RMS is 0.1 to 0.3 at the start and stays below 1. The factor is the root of 1/4,
-as for small data.
+Gates and tanh bound its inputs: their RMS is 0.1 to 0.3 at the start and stays below 1. The factor is the root of 4, as
+for data of RMS 1/4.
 """
 REFERENCE_MOMENTUM = {"muon": 0.95}
 """Momentum with which steps have their full size; 0.9 under other optimizers."""

@@ -208,7 +208,7 @@ class Supervisor:
 
     def _read_graph(self, output: Tensor) -> None:
         """Read unregistered parameters from the graph of the first loss, and what a correction of peak rates needs from
-        this step on from that and from the graph of the first outputs: depth and embedding scales.
+        this step on from that and from the graph of the first outputs: depth, recurrent layers, embedding scales.
         """
         is_loss = output.dim() == 0
         if output.grad_fn is None or is_loss in self._graphs_read:
