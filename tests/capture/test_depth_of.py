@@ -158,6 +158,42 @@ def test_sums_that_only_a_norm_reads_are_post_norm(norm):
     assert depth_of(nn.Sequential(chain(1), *(After() for _ in range(3)), chain(1))(X)) == Depth(2, 3, 3)
 
 
+def normed(width):
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU())
+
+
+class Parallel(nn.Module):
+    """Several branches whose outputs stand side by side."""
+
+    def __init__(self, *branches):
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x):
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (chain(5), 0),
+        (chain(5, nn.LayerNorm), 0),
+        (chain(5, nn.BatchNorm1d), 4),
+        (chain(5, lambda width: nn.GroupNorm(2, width)), 4),
+        (
+            nn.Sequential(*(Around(nn.Sequential(*chain(2, nn.BatchNorm1d), nn.BatchNorm1d(WIDTH))) for _ in range(3))),
+            6,
+        ),
+        (nn.Sequential(normed(WIDTH), Parallel(normed(WIDTH), nn.Sequential(*(normed(WIDTH) for _ in range(3))))), 4),
+        (nn.Sequential(*[normed(WIDTH)] * 7, nn.Linear(WIDTH, 2)), 2),  # the same weights seven times
+        (nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)), 0),
+    ],
+    ids=["none", "layer norm", "batch norm", "group norm", "residual", "side by side", "shared", "in front"],
+)
+def test_matrices_in_front_of_a_norm_of_channels_count_on_the_longest_path(model, count):
+    assert depth_of(model(X)).normed == depth_of(model(X).square().mean()).normed == count
+
+
 def test_a_norm_between_stages_does_not_make_a_network_post_norm():
     stages = [nn.Sequential(*(Around(chain(2)) for _ in range(3)), nn.LayerNorm(WIDTH)) for _ in range(3)]
     assert depth_of(nn.Sequential(chain(1), *stages, chain(1))(X)) == Depth(2, 9, 0)

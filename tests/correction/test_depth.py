@@ -145,6 +145,33 @@ def test_of_post_norm_branches_those_that_are_frozen_do_not_count(frozen):
     assert factors_of(model) == [pytest.approx(1 / (1 + trained_part * 8 / 4))] * 2
 
 
+def normed(count, norm=nn.BatchNorm1d):
+    """Matrices with a norm of channels behind each."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(count) for part in (nn.Linear(16, 16), norm(16), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda width: nn.GroupNorm(4, width)])
+@pytest.mark.parametrize(("count", "part"), [(2, 1.0), (4, 0.5**0.5), (5, 0.4**0.5)])
+def test_of_matrices_in_front_of_batch_or_group_norms_steps_have_the_root_of_two_over_their_number(
+    count, part, norm, capsys
+):
+    """After a checkpoint too."""
+    assert factors_of(normed(count, norm)) == [pytest.approx(part)] * 2
+    line = f"a batch or group norm follows each of {count} matrices in a row: steps are multiplied by {part:.2g}"
+    assert (line in " ".join(capsys.readouterr().out.split())) is (part < 1)
+
+
+def test_of_normed_matrices_those_that_are_frozen_do_not_count_nor_do_other_losses():
+    model = normed(8)
+    model[9:12].requires_grad_(False)
+    assert factors_of(model) == [pytest.approx((2 / 7) ** 0.5)] * 2
+    model[:9].requires_grad_(False)
+    assert factors_of(model) == [pytest.approx((2 / 4) ** 0.5)] * 2
+    assert factors_of(normed(8), lambda outputs: outputs.square().mean()) == [1.0] * 2
+
+
 @pytest.mark.parametrize("settings", [{"size": "lr"}, {"policy": "balance", "size": "lr"}])
 def test_where_the_rate_is_the_size_depth_changes_nothing(settings, monkeypatch):
     found = corrected(12, 3, **settings).multipliers
@@ -171,7 +198,7 @@ def test_a_loss_that_is_reported_after_the_backward_pass_is_read_too():
 
 
 def test_it_goes_on_from_its_state_before_a_graph_is_seen():
-    assert '"depth": [12, 0, 0]' in json.dumps(corrected(12, 3).state_dict(), default=str)
+    assert '"depth": [12, 0, 0, 0]' in json.dumps(corrected(12, 3).state_dict(), default=str)
     probe = corrected(12, 0, corrected(12, 3).state_dict())
     assert probe._supervisor._corrector.wanted.depth_factor == pytest.approx(1 / 6)
     assert "'depth'" not in str(corrected(6, 3).state_dict())

@@ -18,7 +18,9 @@ MATRICES = ("Addmm", "Mm", "Convolution", "MkldnnConvolution")
 RECURRENT = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "ThnnFusedLstmCell", "ThnnFusedGruCell")
 """Nodes that compute recurrent layers; otherwise these consist of matrices that are used at every step."""
 BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
-NORMS = (*BATCH_NORMS, "NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm", "Pow", "Var", "VarMean", "Std")
+CHANNEL_NORMS = (*BATCH_NORMS, "NativeGroupNorm")
+"""Norms of channels, as convolutional networks have them."""
+NORMS = (*CHANNEL_NORMS, "NativeLayerNorm", "FusedRmsNorm", "Pow", "Var", "VarMean", "Std")
 """Nodes with which norms read their inputs; the last four belong to norms written by hand."""
 
 
@@ -84,6 +86,7 @@ class Depth(NamedTuple):
     matrices: int = 0  # on that path; 0 if none is found, as in compiled graphs
     branches: int = 0  # residual branches that join it
     post_norms: int = 0  # of these, branches whose sum only a norm reads (post-norm), if most are; else 0
+    normed: int = 0  # trained matrices that a batch or group norm reads, on the path with the most of them
 
 
 def depth_of(output: Tensor) -> Depth:
@@ -103,13 +106,13 @@ def depth_of(output: Tensor) -> Depth:
         >>> first, block, last = (nn.Linear(4, 4) for _ in range(3))
         >>> x = torch.ones(2, 4)
         >>> tuple(depth_of(last(block(first(x)).relu()))), tuple(depth_of(last(first(x) + block(first(x)))))
-        ((3, 0, 0), (2, 1, 0))
+        ((3, 0, 0, 0), (2, 1, 0, 0))
     """
     first = before_shapes(output.grad_fn)
     users: dict[Any, list[Any]] = {first: []}
     for consumer, _, node in edges(output.grad_fn):
         users.setdefault(node, []).append(consumer)
-    behind = _behind_matrices(users)
+    behind, normed = _behind_matrices(users), _most_normed(first, users)
     weights = {_weight_of(node) for node in users if kind_of(node) in MATRICES}
     path: dict[Any, Any] = {}  # node -> its user on the path with the fewest matrices
     queue: deque[tuple[Any, Any, int]] = deque([(first, None, int(kind_of(first) in MATRICES))])
@@ -122,7 +125,7 @@ def depth_of(output: Tensor) -> Depth:
             branches = list(_branches(node, path, behind, users))
             post_norms = sum(_only_normed(users[branch]) for branch in branches)
             # A last norm, or those between the stages of a network, do not make it post-norm.
-            numbers = matrices, len(branches), post_norms if 2 * post_norms > len(branches) else 0
+            numbers = matrices, len(branches), post_norms if 2 * post_norms > len(branches) else 0, normed
             return Depth(*(min(number, len(weights)) for number in numbers))
         for source in _sources(node):
             counts = kind_of(source) in MATRICES and kind_of(node) not in BATCH_NORMS
@@ -145,6 +148,26 @@ def _branches(
         if len(computed) == 2 and sized:
             yield node
         node = path[node]
+
+
+def _most_normed(root: Any, users: Mapping[Any, Sequence[Any]]) -> int:
+    """Return the largest number of trained matrices that norms of channels read, on a path from the root of a graph.
+
+    ``users``: of each node.
+    """
+    most: dict[Any, int] = {}
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        sources = list(_sources(node))
+        if missing := [source for source in sources if source not in most]:
+            stack += missing
+            continue
+        stack.pop()
+        is_trained = kind_of(node) in MATRICES and _weight_of(node) is not node
+        is_normed = any(kind_of(user) in CHANNEL_NORMS for user in users.get(node, ()))
+        most[node] = max((most[source] for source in sources), default=0) + (is_trained and is_normed)
+    return most[root]
 
 
 def _only_normed(users: Sequence[Any]) -> bool:
