@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _show,
         "show",
-        "Print what is off and what to do, then a table of all layers. In a deep network, healthy layers of\none kind "
+        "Print what is off and what to do, then a table of all layers. In a deep network, healthy layers of one kind "
         "share a row.",
         "examples:\n  spectral-monitor show lightning_logs\n  spectral-monitor show lightning_logs --step 500 --all\n"
         "  spectral-monitor show lightning_logs --layer '*.attn.*' --sort update_natural",
