@@ -68,9 +68,11 @@ class TrialCopy:
             self.notes.append("the model is in evaluation mode; its copy was trained in training mode")
         self._raise_rates()
         self._steps_itself = loss is None and hasattr(self.model, "training_step")
-        self.root = (
-            _TrainingStepModule(self.model, partial(training_step, self.model)) if self._steps_itself else self.model
-        )
+        self.root: nn.Module = self.model
+        if loss is not None:
+            self.root = _StepModule(self.model, self._loss_of)
+        elif self._steps_itself:
+            self.root = _StepModule(self.model, partial(training_step, self.model))
 
     def step(self) -> Tensor:
         """Train on the batch once; return the loss before the step.
@@ -100,10 +102,7 @@ class TrialCopy:
 
     def _forward(self) -> Tensor:
         batch = clone_tree(self._batch)
-        if self._loss is not None:
-            *inputs, targets = batch
-            return self._loss(self._called(*inputs), targets)
-        if self._steps_itself:
+        if self._loss is not None or self._steps_itself:
             output = self.root(batch)
         elif isinstance(batch, Mapping):
             output = self._called(**batch)
@@ -114,6 +113,12 @@ class TrialCopy:
             raise ValueError(f"no loss in what {type(self.model).__name__} returns, {type(output).__name__}: {HOW}")
         return loss
 
+    def _loss_of(self, batch: Sequence[Any]) -> Any:
+        """Return the loss of the model's outputs for a batch whose last part is the targets."""
+        assert self._loss is not None
+        *inputs, targets = batch
+        return self._loss(self._called(*inputs), targets)
+
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model for the parts of the batch.
 
@@ -121,7 +126,7 @@ class TrialCopy:
             TypeError: it does not take them.
         """
         try:
-            return self.root(*args, **kwargs)
+            return self.model(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
                 f"{type(self.model).__name__} was called with the parts of the batch as arguments and failed "
@@ -157,8 +162,8 @@ def optimizers_and_schedulers(configuration: Any) -> tuple[list[Any], list[Any]]
     return [item.get("optimizer") if isinstance(item, Mapping) else item for item in items], schedulers
 
 
-class _TrainingStepModule(nn.Module):
-    """A module with the children of another one, and that module's training step as its forward."""
+class _StepModule(nn.Module):
+    """A module with the children of another one, whose forward returns the loss of a batch."""
 
     def __init__(self, model: nn.Module, forward: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -167,7 +172,7 @@ class _TrainingStepModule(nn.Module):
         self._call = forward
 
     def forward(self, batch: Any) -> Any:
-        """Return what the training step returns."""
+        """Return the loss, or what the training step returns."""
         return self._call(batch)
 
 
