@@ -10,10 +10,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from spectral_monitor.callbacks.lightning_packages import package_of, rank_zero_only
+from spectral_monitor.engine.schedule import Timetable
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import in_lines
-from spectral_monitor.reporting.text.console import page_command, rendered
+from spectral_monitor.reporting.text.console import nothing_measured, page_command, rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
 
@@ -59,11 +60,12 @@ class ConsoleReport:
 
     Args:
         verbose: 0 for no text; 1 for tables in which a layer of every block shares one row; 2 for a row per matrix.
-        steps: schedule of measurements.
+        steps: schedule of measurements, as the user gave it.
+        timetable: the same for each quantity.
     """
 
-    def __init__(self, verbose: int, steps: object) -> None:
-        self._verbose, self._steps = verbose, steps
+    def __init__(self, verbose: int, steps: object, timetable: Timetable) -> None:
+        self._verbose, self._steps, self._timetable = verbose, steps, timetable
         self.begin()
 
     def begin(self, step: int = 0) -> None:
@@ -93,13 +95,12 @@ class ConsoleReport:
             return
         steps = trainer.global_step
         if not measurements:
-            count = f"{steps - self._first} optimizer steps" + (f" after step {self._first}" if self._first else "")
-            show(f"spectral monitor: nothing was measured in {count} with every_n_steps={self._steps!r}")
+            following = self._timetable.after(steps) if trainer.lightning_module.automatic_optimization else 0
+            show(nothing_measured(steps - self._first, self._first, self._steps, following))
             return
         latest = measurements[-1]
         show(rendered(measurement_rows(latest, folded=self._verbose < 2, earlier=measurements, steps=steps)))
         share = self._spent / max(perf_counter() - self._started, 1e-9)
-        ended = f"; the last of {steps} steps that was measured is step {latest.step}" if steps > latest.step else ""
-        self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time{ended}")
+        self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time")
         if folder is not None:
             self.tell(trainer, page_command(shortest_path(folder)))

@@ -15,7 +15,7 @@ import torch
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.layers import dissect
 from spectral_monitor.reporting.text.console import page_command, rendered
-from spectral_monitor.reporting.text.lines import Table
+from spectral_monitor.reporting.text.lines import Column, Table, folded_line
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
 
@@ -219,3 +219,27 @@ def test_the_command_for_the_page_says_how_to_install_plotly(monkeypatch):
     assert page_command("runs").splitlines()[1:] == [f"  {command}"]
     monkeypatch.setattr("spectral_monitor.reporting.text.console.find_spec", lambda name: None)
     assert page_command("runs").splitlines()[1:] == ['  pip install "spectral-monitor[plots]"', f"  {command}"]
+
+
+@pytest.mark.parametrize("width", range(20, 80))
+def test_a_number_stays_with_its_unit(width):
+    line = "2 of 4 layers off: net.4; 2 healthy, 1 not judged: frozen; measuring took 17 % of the time, 304 ms a step"
+    lines = folded_line(line, width)
+    assert max(map(len, lines)) <= width
+    assert " ".join(map(str.strip, lines)) == line
+    assert not any(re.search(r"(\d|\bnot)$", part) for part in lines)
+
+
+@pytest.mark.parametrize("width", range(45, 90))
+def test_a_line_ends_between_its_parts(width):
+    parts = ["output alignment 0.98", "loss change -3.2e-3 (predicted -3.5e-3)", "took 5045 ms"]
+    lines = folded_line("   ".join(parts), width)
+    assert max(map(len, lines)) <= width
+    assert all(any(part in line for line in lines) for part in parts)
+
+
+@pytest.mark.parametrize("width", range(50, 70))
+def test_the_title_of_a_column_that_is_left_out_is_not_split(width):
+    columns = [Column(f"{k} should be", ("1",), spare=1 + k) for k in range(40)]
+    lines = Table("", (Column("layer", ("a",), text=True), *columns)).plain(width)
+    assert all(f"{k} should be" in lines for k in range(5, 40))

@@ -14,6 +14,7 @@ from spectral_monitor.messages import joined
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import each_of, following, headline, headlines
 from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.content.labels import quantity_title
 from spectral_monitor.reporting.content.panels import PANELS, Panel
 from spectral_monitor.reporting.content.tally import is_judged, latest_judged, named_by, tally
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, vs_typical
@@ -24,7 +25,7 @@ from spectral_monitor.reporting.html.curves import MAX_LAYERS_IN_LEGEND, MAX_LIN
 from spectral_monitor.reporting.html.figures import Figure, escaped, overview
 from spectral_monitor.reporting.html.limit_lines import limit_sentences
 from spectral_monitor.reporting.html.page import need_plotly, page
-from spectral_monitor.reporting.text.lines import Column
+from spectral_monitor.reporting.text.lines import GAP, Column
 from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, number, summary_line
 
 MAX_UNFOLDED_NAME = 44
@@ -165,7 +166,7 @@ def _header(reported: Measurement, measurements: Sequence[Measurement], current:
     recovered = [layer for layer, flag in current.flags.items() if flag == 0]
     if recovered:
         paragraphs.append(f"<p>Off earlier, now recovered: {_names(recovered)}.</p>")
-    foot = " ".join(f"<span>{escaped(part)}</span>" for part in summary_line(latest).split("   ") if part)
+    foot = " ".join(f"<span>{escaped(part)}</span>" for part in summary_line(latest).split(GAP) if part)
     status = {HEALTHY: "healthy", OFF: "off", NOT_JUDGED: "unjudged"}[tally(reported).state]
     return (
         f'<header class="{status}"><h1>{escaped(answer[:1].upper() + answer[1:])}</h1>\n{"".join(paragraphs)}\n'
@@ -194,7 +195,7 @@ def _verdict(root: Verdict, reported: Measurement) -> str:
     follow = following(root, reported)
     return (
         f"<td>{_names(named_by(root)) or 'the whole network'}</td>"
-        f'<td data-title="quantity" title="{_meaning(root.quantity)}">{escaped(root.quantity)}</td>'
+        f'<td data-title="quantity" title="{_meaning(root.quantity)}">{escaped(quantity_title(root.quantity))}</td>'
         f'<td class="bad" data-title="value">{value}</td>'
         f'<td data-title="should be">{escaped(root.should_be) if root.quantity else ""}</td>'
         f'<td data-title="for">{root.steps} steps, {root.measurements} measurements</td>'
