@@ -304,10 +304,10 @@ def test_a_fit_that_goes_on_counts_its_own_steps(capsys):
 
 
 def test_a_resumed_fit_that_is_too_short_for_the_default_schedule_says_so(tmp_path, capsys):
-    first = fit(SpectralMonitor(), max_epochs=6)  # to step 36
+    first = fit(SpectralMonitor(), max_epochs=6, default_root_dir=tmp_path)  # to step 36
     first.save_checkpoint(tmp_path / "last.ckpt")
     capsys.readouterr()
-    fit(SpectralMonitor(), max_epochs=8, ckpt_path=tmp_path / "last.ckpt")
+    fit(SpectralMonitor(), max_epochs=8, default_root_dir=tmp_path, ckpt_path=tmp_path / "last.ckpt")
     out = capsys.readouterr().out
     said = "nothing was measured in 12 optimizer steps after step 36 with every_n_steps='1, 2, 4, ..., every 100'; the"
     assert f"{said} next is step 64" in " ".join(out.split())
