@@ -14,7 +14,7 @@ from spectral_monitor.engine.schedule import Timetable
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import in_lines
-from spectral_monitor.reporting.text.console import nothing_measured, page_command, rendered
+from spectral_monitor.reporting.text.console import in_words, nothing_measured, page_command, rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
 
@@ -32,18 +32,6 @@ def show(text: str) -> None:
 def tell(trainer: pl.Trainer, text: str) -> None:
     """Print a sentence among Lightning's lines."""
     logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(in_lines(text))
-
-
-def in_words(steps: object) -> str:
-    """Return a schedule in words; empty if quantities have different schedules.
-
-    Example:
-        >>> in_words(50), in_words("1, 2, 4, ..., every 100"), in_words({"light": 10})
-        ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
-    """
-    if isinstance(steps, int):
-        return f"every {steps} steps" if steps > 1 else "at every step"
-    return f"at steps {steps}" if isinstance(steps, str) else ""
 
 
 def shortest_path(folder: Path) -> str:

@@ -12,7 +12,7 @@ LINE = 79
 """Characters of a line of a verdict on the console."""
 HARD_SPACE = "\xa0"
 """A space at which no line ends; on the console it is an ordinary one."""
-_UNBROKEN_SPACE = re.compile(r"(?<=\d) (?=[a-z%])|(?<=\bnot) (?=judged\b)")
+_UNBROKEN_SPACE = re.compile(r"(?<=\d) (?=[a-z%])|(?<=\bstep) (?=\d)|(?<=\bnot) (?=judged\b)")
 """The space between a number and its unit or noun, and the one in the name of a state."""
 _formatting = Lock()
 

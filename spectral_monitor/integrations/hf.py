@@ -17,7 +17,7 @@ from spectral_monitor.monitoring.probe import SpectralProbe
 from spectral_monitor.reporting.files.jsonlines import JSONLinesSink, run_file_name
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import checked_sinks
-from spectral_monitor.reporting.text.console import nothing_measured, page_command, rendered
+from spectral_monitor.reporting.text.console import in_words, nothing_measured, page_command, rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
 from spectral_monitor.suggestions import unknown
@@ -130,7 +130,8 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         if state.global_step:
             expected = folder / f"checkpoint-{state.global_step}"  # the Trainer does not say where it resumes from
             self._files.load(self._resume_from or expected, state.global_step)
-        self._show(rendered(role_rows(probe.anatomy, folded=self.verbose < 2)))
+        when = in_words(probe.settings.every_n_steps)
+        self._show(rendered(role_rows(probe.anatomy, folded=self.verbose < 2, when=when)))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin a step, before its first micro-batch."""

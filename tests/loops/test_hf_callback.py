@@ -340,7 +340,7 @@ def test_the_run_file_names_the_model(tmp_path):
 def test_what_is_printed(tmp_path, capsys):
     trainer(tmp_path, SpectralCallback(2)).train()
     out = capsys.readouterr().out
-    assert "3 matrices and 3 biases and gains are measured" in out
+    assert "3 matrices and 3 biases and gains are measured\nevery 2 steps\n" in out
     assert "spectral monitor, step 4: " in out
     assert f"spectral-monitor report {tmp_path}" in out
     trainer(tmp_path / "silent", SpectralCallback(2, verbose=0)).train()

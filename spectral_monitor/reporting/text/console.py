@@ -22,6 +22,18 @@ def page_command(folder: str) -> str:
     return f"spectral monitor: the whole run as a page{install}\n  spectral-monitor report {folder}"
 
 
+def in_words(steps: object) -> str:
+    """Return a schedule in words; empty if quantities have different schedules.
+
+    Example:
+        >>> in_words(50), in_words("1, 2, 4, ..., every 100"), in_words({"light": 10})
+        ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
+    """
+    if isinstance(steps, int):
+        return f"every {steps} steps" if steps > 1 else "at every step"
+    return f"at steps {steps}" if isinstance(steps, str) else ""
+
+
 def nothing_measured(steps: int, before: int, schedule: object, following: int) -> str:
     """Return the lines that say that a training measured nothing.
 
@@ -33,8 +45,8 @@ def nothing_measured(steps: int, before: int, schedule: object, following: int) 
 
     Example:
         >>> print(nothing_measured(40, 150, "1, 2, 4, ..., every 100", 200))
-        spectral monitor: nothing was measured in 40 optimizer steps after step 150
-          with every_n_steps='1, 2, 4, ..., every 100'; the next is step 200
+        spectral monitor: nothing was measured in 40 optimizer steps after
+          step 150 with every_n_steps='1, 2, 4, ..., every 100'; the next is step 200
     """
     count = f"{steps} optimizer steps" + (f" after step {before}" if before else "")
     ending = f"; the next is step {following}" if following > before + steps else ""
