@@ -76,12 +76,12 @@ def read(*verdicts, names=("a", "b", "c"), values=None, bands=None, **summary):
 
 
 def test_the_answer_comes_first_then_a_row_for_each_verdict():
-    told = read(verdict("c"), verdict("a", (0.0, 4.0), steps=40), verdict("b", (0.06, math.inf), steps=8))
+    told = read(verdict("c"), verdict("a", (0.0, 4.0), steps=40), verdict("b", (0.06, math.inf), steps=0))
     assert told.paragraphs == ["Step 500: 3 of 3 layers off: c, a, b"]
     assert told.rows[1:] == [
         ["c", "update", "9", "0.06 .. 4", "120 steps", verdict("c").sentence],
         ["a", "update", "9", "below 4", "40 steps", verdict("c").sentence],
-        ["b", "update", "9", "above 0.06", "8 steps", verdict("c").sentence],
+        ["b", "update", "9", "above 0.06", "this step", verdict("c").sentence],
     ]
     assert len(told.rows[0]) == 6
 

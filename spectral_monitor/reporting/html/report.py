@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 
 from spectral_monitor.condition import NETWORK, Verdict
+from spectral_monitor.condition.verdict import duration
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.messages import joined
 from spectral_monitor.quantities import QUANTITIES
@@ -198,7 +199,7 @@ def _verdict(root: Verdict, reported: Measurement) -> str:
         f'<td data-title="quantity" title="{_meaning(root.quantity)}">{escaped(quantity_title(root.quantity))}</td>'
         f'<td class="bad" data-title="value">{value}</td>'
         f'<td data-title="should be">{escaped(root.should_be) if root.quantity else ""}</td>'
-        f'<td data-title="for">{root.steps} steps, {root.measurements} measurements</td>'
+        f'<td data-title="for">{duration(root.steps)}, {root.measurements} measurement{"s" * (root.measurements != 1)}</td>'
         f'<td data-title="cause">{escaped(root.cause.replace("_", " "))}</td>'
         f'<td class="say" data-title="what to do">{escaped(root.sentence)}'
         + (f'<br><span class="soft">{escaped(follow)}</span></td>' if follow else "</td>")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from textwrap import wrap
 
-from spectral_monitor.condition.verdict import Verdict, short
+from spectral_monitor.condition.verdict import Verdict, duration, short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import joined
 from spectral_monitor.quantities import QUANTITIES
@@ -102,7 +102,7 @@ def escaped(text: str) -> str:
 def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
     """Return the cells of a root verdict; a verdict without a quantity has no value."""
     values = (quantity_title(root.quantity), short(root.value), root.should_be) if root.quantity else ("", "", "")
-    cells = (joined(named_by(root), MAX_NAMES) or "the whole network", *values, f"{root.steps} steps")
+    cells = (joined(named_by(root), MAX_NAMES) or "the whole network", *values, duration(root.steps))
     lines = [*wrap(root.sentence, LINE), *wrap(following(root, measurement), LINE)]
     return *map(escaped, cells), "<br>".join(map(escaped, lines))
 
