@@ -120,7 +120,7 @@ def _sort_keys(sort: str, table: Table, measurement: Measurement) -> list[Any]:
         cells = next(column.cells for column in table.columns if column.title == sort)
         return [_order(cell or None) for cell in cells]
     else:
-        valid = [*titles, *measurement.values]
+        valid = [*(column.title for column in table.columns if not column.drawn), *measurement.values]
         raise ValueError(f"no column {sort!r}{did_you_mean(sort, valid) or ';'} columns: {', '.join(valid)}")
     return [_order(numbers[indices[name]] if name in indices else None) for name in table.columns[0].cells]
 
