@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -84,6 +85,14 @@ def test_the_answer_comes_first_then_a_row_for_each_verdict():
         ["b", "update", "9", "above 0.06", "this step", verdict("c").sentence],
     ]
     assert len(told.rows[0]) == 6
+
+
+def test_many_layers_of_one_cause_are_named_by_their_families():
+    names = [*(f"h.{i}.mlp" for i in range(12)), "head"]
+    told = read(replace(verdict("h.0.mlp"), layers=tuple(names)), names=names)
+    assert told.rows[1][0] == "h.*.mlp x12, head"
+    told = read(replace(verdict("h.0.mlp"), layers=tuple(names[:3])), names=names)
+    assert told.rows[1][0] == "h.0.mlp, h.1.mlp, h.2.mlp"
 
 
 def test_all_is_well():

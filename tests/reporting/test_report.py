@@ -114,6 +114,17 @@ def test_the_answer_names_the_layers_and_what_to_do():
     assert "each of head , blocks.0.mlp : divide its learning rate" in together.text
 
 
+def test_many_layers_of_one_cause_are_named_by_their_families():
+    names = [*(f"h.{i}.mlp" for i in range(12)), "head"]
+    run = replace(
+        measured(30, verdict("h.0.mlp", layers=tuple(names))),
+        layers=layers_of(names, ["operator"] * 13),
+        values={"update_natural": torch.ones(13)},
+        bands={},
+    )
+    assert page_of(run).text.count("h.*.mlp x12 , head") == 2  # above, and in the table
+
+
 def test_of_very_many_layers_the_answer_names_some_and_the_table_all():
     names = [f"layer.{i}" for i in range(9)]
     run = [

@@ -22,7 +22,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _list,
         "list",
-        "Print one line for each run in a folder, the newest last: the last measured step, what is off and the worst layer.",
+        "Print one line for each run in a folder, the newest last: the last measured step, what is off and the worst "
+        "layer.",
         "example:\n  spectral-monitor list lightning_logs",
     )
     parser.add_argument(

@@ -13,6 +13,7 @@ from spectral_monitor.condition.verdict import duration
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.messages import joined
 from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.content.families import folded_names
 from spectral_monitor.reporting.content.headline import each_of, following, headline, headlines
 from spectral_monitor.reporting.content.history import History
 from spectral_monitor.reporting.content.labels import quantity_title
@@ -193,13 +194,14 @@ def _verdicts(reported: Measurement) -> str:
 def _verdict(root: Verdict, reported: Measurement) -> str:
     arrow = "" if math.isnan(root.ratio) else "&nbsp;&uarr;" if root.ratio > 1 else "&nbsp;&darr;"
     value = f"{number(root.value)}{arrow}" if root.quantity else ""
+    measurements = f"{root.measurements} measurement{'s' * (root.measurements != 1)}"
     follow = following(root, reported)
     return (
         f"<td>{_names(named_by(root)) or 'the whole network'}</td>"
         f'<td data-title="quantity" title="{_meaning(root.quantity)}">{escaped(quantity_title(root.quantity))}</td>'
         f'<td class="bad" data-title="value">{value}</td>'
         f'<td data-title="should be">{escaped(root.should_be) if root.quantity else ""}</td>'
-        f'<td data-title="for">{duration(root.steps)}, {root.measurements} measurement{"s" * (root.measurements != 1)}</td>'
+        f'<td data-title="for">{duration(root.steps)}, {measurements}</td>'
         f'<td data-title="cause">{escaped(root.cause.replace("_", " "))}</td>'
         f'<td class="say" data-title="what to do">{escaped(root.sentence)}'
         + (f'<br><span class="soft">{escaped(follow)}</span></td>' if follow else "</td>")
@@ -322,7 +324,9 @@ def _name(layer: str) -> str:
 
 
 def _names(layers: Sequence[str]) -> str:
-    return joined([_name(layer) for layer in layers], MAX_NAMES)
+    """Return the names of layers; of many, those of a family together."""
+    names = folded_names(layers) if len(layers) > MAX_NAMES else layers
+    return joined([_name(name) for name in names], MAX_NAMES)
 
 
 def _meaning(quantity: str) -> str:

@@ -11,6 +11,7 @@ from spectral_monitor.condition.verdict import Verdict, duration, short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import joined
 from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.content.families import folded_names
 from spectral_monitor.reporting.content.headline import MAX_NAMES, following, headlines
 from spectral_monitor.reporting.content.labels import quantity_title
 from spectral_monitor.reporting.content.panels import PANELS
@@ -102,7 +103,9 @@ def escaped(text: str) -> str:
 def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
     """Return the cells of a root verdict; a verdict without a quantity has no value."""
     values = (quantity_title(root.quantity), short(root.value), root.should_be) if root.quantity else ("", "", "")
-    cells = (joined(named_by(root), MAX_NAMES) or "the whole network", *values, duration(root.steps))
+    layers = named_by(root)
+    names = layers if len(layers) <= MAX_NAMES else folded_names(layers)
+    cells = (joined(names, MAX_NAMES) or "the whole network", *values, duration(root.steps))
     lines = [*wrap(root.sentence, LINE), *wrap(following(root, measurement), LINE)]
     return *map(escaped, cells), "<br>".join(map(escaped, lines))
 
