@@ -146,7 +146,7 @@ def test_correct_repairs_and_says_what_it_did(caplog):
     lines = [" ".join(r.getMessage().split()) for r in caplog.records if FAULTY in r.getMessage()]
     assert lines
     assert all(
-        text in lines[0] for text in ("step ", ": learning rate x ", " -> x ", "(the update is ", ", should be ")
+        text in lines[0] for text in ("step ", ": learning rate x ", " -> x ", "(the update size is ", ", should be ")
     )
     assert max(len(line) for r in caplog.records for line in r.getMessage().splitlines() if "x " in line) < 80
     shown = [

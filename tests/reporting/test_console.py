@@ -14,6 +14,7 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.layers import dissect
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.text.console import page_command, rendered
 from spectral_monitor.reporting.text.lines import Column, Table, folded_line
 from spectral_monitor.reporting.text.role_table import role_rows
@@ -245,3 +246,14 @@ def test_the_title_of_a_column_that_is_left_out_is_not_split(width):
     columns = [Column(f"{k} should be", ("1",), spare=1 + k) for k in range(40)]
     lines = Table("", (Column("layer", ("a",), text=True), *columns)).plain(width)
     assert all(f"{k} should be" in lines for k in range(5, 40))
+
+
+@pytest.mark.parametrize("length", range(4, 36))
+def test_that_a_layer_is_frozen_takes_one_line(length):
+    name = "b" * length
+    layers = tuple(LayerInfo(each, "operator", 64, 64, (64, 64)) for each in ("a", name))
+    values = {key: torch.tensor([1.0, math.nan]) for key in KEYS}
+    states = {"a": LayerState("healthy"), name: LayerState("not judged", "frozen")}
+    table = measurement_rows(Measurement(500, layers, values, {"violations": 0.0}, states=states)).plain(80)
+    assert re.search(f"^{name} .*  not judged: frozen$", table, re.MULTILINE)
+    assert max(map(len, table.splitlines())) <= 80

@@ -80,9 +80,9 @@ def test_the_answer_comes_first_then_a_row_for_each_verdict():
     told = read(verdict("c"), verdict("a", (0.0, 4.0), steps=40), verdict("b", (0.06, math.inf), steps=0))
     assert told.paragraphs == ["Step 500: 3 of 3 layers off: c, a, b"]
     assert told.rows[1:] == [
-        ["c", "update", "9", "0.06 .. 4", "120 steps", verdict("c").sentence],
-        ["a", "update", "9", "below 4", "40 steps", verdict("c").sentence],
-        ["b", "update", "9", "above 0.06", "this step", verdict("c").sentence],
+        ["c", "update size", "9", "0.06 .. 4", "120 steps", verdict("c").sentence],
+        ["a", "update size", "9", "below 4", "40 steps", verdict("c").sentence],
+        ["b", "update size", "9", "above 0.06", "this step", verdict("c").sentence],
     ]
     assert len(told.rows[0]) == 6
 
@@ -126,7 +126,7 @@ def test_matrices_are_counted_and_vectors_with_a_verdict():
 def test_names_and_sentences_mean_what_they_say(name):
     told = read(verdict(name, sentence=f"see to {name} first"), names=(name, "b"))
     shown = " ".join(name.split())
-    assert told.rows[1] == [shown, "update", "9", "0.06 .. 4", "120 steps", f"see to {shown} first"]
+    assert told.rows[1] == [shown, "update size", "9", "0.06 .. 4", "120 steps", f"see to {shown} first"]
 
 
 def test_nothing_is_escaped_that_need_not_be():
@@ -165,7 +165,7 @@ def test_one_root_of_a_deep_network_is_one_row_that_counts_what_follows():
     told = Cells(verdict_markdown(one))
     assert told.paragraphs == ["Step 60: 1 of 75 layers off: h.7.mlp.c_fc; 19 disturbed by it, 55 healthy"]
     more = "+19 that follow from it: h.*.attn.q_proj x9, h.*.attn.k_proj x9, lm_head"
-    assert told.rows[1:] == [[gpt.ROOTS[0], "update", "9", "0.013 .. 0.8", "45 steps", f"{gpt.SENTENCE} {more}"]]
+    assert told.rows[1:] == [[gpt.ROOTS[0], "update size", "9", "0.013 .. 0.8", "45 steps", f"{gpt.SENTENCE} {more}"]]
     two = gpt.measured(roots=[*one.roots, gpt.root(gpt.ROOTS[1])], followers=gpt.FOLLOWERS)
     assert [row[0] for row in Cells(verdict_markdown(two)).rows[1:]] == list(gpt.ROOTS)
 

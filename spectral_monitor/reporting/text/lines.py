@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spectral_monitor.messages import HARD_SPACE, lines_of
 
-MIN_TEXT_WIDTH = 14
+MIN_TEXT_WIDTH = 18
 """Characters of the last column, at least, if it is text: other columns are left out for it, then it is wrapped."""
 NOT_MEASURED, NO_FEATURES = "not measured", "weights and updates are measured, features are not"
 """Heads of :func:`reason_lines`."""

@@ -41,7 +41,7 @@ def verdict_markdown(measurement: Measurement) -> str:
         >>> print(table)
         | layer | quantity | value | should be | for | likely cause, and what to do |
         |---|---|---|---|---|---|
-        | b\_ | update | 0.4 | 0.01 .. 0.16 | 40 steps | divide it by 10 |
+        | b\_ | update size | 0.4 | 0.01 .. 0.16 | 40 steps | divide it by 10 |
     """
     first, *others = headlines(measurement)
     parts = [f"**Step {measurement.step}: {escaped(first)}**", *map(escaped, others)]
