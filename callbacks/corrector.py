@@ -116,7 +116,7 @@ class SpectralLRCorrector(SpectralMonitor):
         super().on_fit_end(trainer, pl_module)
         if self._engine is not None and self._engine.measured > 0:
             self._console.tell(
-                trainer, "spectral monitor: the corrected rates as code\n  corrector.param_groups_code()"
+                trainer, "spectral monitor: the corrected rates as code\n  print(corrector.param_groups_code())"
             )
 
     def _write_code(self) -> None:

@@ -68,11 +68,9 @@ class TrialCopy:
             self.notes.append("the model is in evaluation mode; its copy was trained in training mode")
         self._raise_rates()
         self._steps_itself = loss is None and hasattr(self.model, "training_step")
-        self.root: nn.Module = self.model
-        if loss is not None:
-            self.root = _StepModule(self.model, self._loss_of)
-        elif self._steps_itself:
-            self.root = _StepModule(self.model, partial(training_step, self.model))
+        self.root = (
+            _TrainingStepModule(self.model, partial(training_step, self.model)) if self._steps_itself else self.model
+        )
 
     def step(self) -> Tensor:
         """Train on the batch once; return the loss before the step.
@@ -102,7 +100,10 @@ class TrialCopy:
 
     def _forward(self) -> Tensor:
         batch = clone_tree(self._batch)
-        if self._loss is not None or self._steps_itself:
+        if self._loss is not None:
+            *inputs, targets = batch
+            return self._loss(self._called(*inputs), targets)
+        if self._steps_itself:
             output = self.root(batch)
         elif isinstance(batch, Mapping):
             output = self._called(**batch)
@@ -113,12 +114,6 @@ class TrialCopy:
             raise ValueError(f"no loss in what {type(self.model).__name__} returns, {type(output).__name__}: {HOW}")
         return loss
 
-    def _loss_of(self, batch: Sequence[Any]) -> Any:
-        """Return the loss of the model's outputs for a batch whose last part is the targets."""
-        assert self._loss is not None
-        *inputs, targets = batch
-        return self._loss(self._called(*inputs), targets)
-
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model for the parts of the batch.
 
@@ -126,7 +121,7 @@ class TrialCopy:
             TypeError: it does not take them.
         """
         try:
-            return self.model(*args, **kwargs)
+            return self.root(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
                 f"{type(self.model).__name__} was called with the parts of the batch as arguments and failed "
@@ -162,8 +157,8 @@ def optimizers_and_schedulers(configuration: Any) -> tuple[list[Any], list[Any]]
     return [item.get("optimizer") if isinstance(item, Mapping) else item for item in items], schedulers
 
 
-class _StepModule(nn.Module):
-    """A module with the children of another one, whose forward returns the loss of a batch."""
+class _TrainingStepModule(nn.Module):
+    """A module with the children of another one, and that module's training step as its forward."""
 
     def __init__(self, model: nn.Module, forward: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -172,7 +167,7 @@ class _StepModule(nn.Module):
         self._call = forward
 
     def forward(self, batch: Any) -> Any:
-        """Return the loss, or what the training step returns."""
+        """Return what the training step returns."""
         return self._call(batch)
 
 

@@ -168,9 +168,24 @@ def test_why_attention_is_not_measured_where_there_is_one():
     assert not any("which this layer is not" in reason for reason in found.missing.values())
 
 
-def test_with_a_loss_beside_the_model_the_loss_after_the_step_is_known():
+def test_that_a_model_does_not_return_a_loss_beside_it_is_no_fault():
     found = check(*parts(), nn.functional.cross_entropy)
     assert {"backward_speed", "gradient_change"}.isdisjoint(found.missing)
+    assert "does not return the loss" not in repr(found)
+
+
+def test_bare_parameters_are_found_with_a_loss_beside_the_model():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    model, batch = Bare(), (torch.randn(8, 4), torch.randint(3, (8,)))
+    found = check(model, batch, torch.optim.SGD(model.parameters(), 0.1), nn.functional.cross_entropy)
+    assert "4 -> 3" in repr(found)
 
 
 def test_its_text_fits_a_terminal():
