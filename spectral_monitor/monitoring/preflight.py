@@ -76,11 +76,10 @@ class Check:
         costs: Sequence[TierCost],
         step_seconds: float,
         notes: Sequence[str],
-        loss_is_beside: bool = False,
     ) -> None:
         self.roles, self.measurement = probe.roles(), probe.measurements[-1]
         self.verdicts: tuple[Verdict, ...] = self.measurement.verdicts
-        self.missing = _missing(full.measurements[-1], loss_is_beside)
+        self.missing = _missing(full.measurements[-1])
         self.costs, self.step_seconds, self.notes = tuple(costs), step_seconds, tuple(notes)
 
     def assert_healthy(self) -> None:
@@ -185,7 +184,10 @@ def check(
     for tier, probe in probes.items():
         seconds = min(m.summary["overhead_ms"] / 1e3 for m in list(probe.measurements)[1:])
         costs.append(TierCost(tier, seconds, seconds / plain))
-    return Check(probes[TIER], probes["full"], costs, plain, list(dict.fromkeys(notes)), loss is not None)
+    result = Check(probes[TIER], probes["full"], costs, plain, list(dict.fromkeys(notes)))
+    if loss is not None:  # under a Trainer the training step returns it
+        result.missing = {key: reason for key, reason in result.missing.items() if reason != NO_LOSS}
+    return result
 
 
 def _probed(
@@ -245,19 +247,14 @@ def _notes_of_warnings() -> Iterator[list[str]]:
             warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
 
 
-def _missing(measurement: Measurement, loss_is_beside: bool) -> dict[str, str]:
-    """Return quantity -> why no matrix has a number of it.
-
-    Quantities of attention are left out in networks without attention. If the loss is computed beside the model, so are
-    quantities that need a model which returns its loss: under a Trainer the training step returns it.
-    """
-    no_fault = {NOT_QUERIES, NO_LOSS} if loss_is_beside else {NOT_QUERIES}
+def _missing(measurement: Measurement) -> dict[str, str]:
+    """Return quantity -> why no matrix has a number of it; quantities of attention are left out in networks without."""
     matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
     missing: dict[str, str] = {}
     for key, column in measurement.values.items():
         if matrices and not bool((~column[matrices].isnan()).any()):
             reasons = (measurement.why(key, measurement.layers[i].name) or "the reason is not known" for i in matrices)
-            reason = next((reason for reason in reasons if reason not in no_fault), "")
+            reason = next((reason for reason in reasons if reason != NOT_QUERIES), "")
             missing |= {key: reason} if reason else {}
     return missing
 
