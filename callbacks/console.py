@@ -10,10 +10,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from spectral_monitor.callbacks.lightning_packages import package_of, rank_zero_only
+from spectral_monitor.engine.schedule import Timetable
 from spectral_monitor.layers import Anatomy
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import in_lines
-from spectral_monitor.reporting.text.console import page_command, rendered
+from spectral_monitor.reporting.text.console import in_words, nothing_measured, page_command, rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
 
@@ -33,18 +34,6 @@ def tell(trainer: pl.Trainer, text: str) -> None:
     logging.getLogger(f"{package_of(trainer).__name__}.spectral_monitor").info(in_lines(text))
 
 
-def in_words(steps: object) -> str:
-    """Return a schedule in words; empty if quantities have different schedules.
-
-    Example:
-        >>> in_words(50), in_words("1, 2, 4, ..., every 100"), in_words({"light": 10})
-        ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
-    """
-    if isinstance(steps, int):
-        return f"every {steps} steps" if steps > 1 else "at every step"
-    return f"at steps {steps}" if isinstance(steps, str) else ""
-
-
 def shortest_path(folder: Path) -> str:
     """Return the relative path of a folder, or the full path if that is shorter."""
     try:
@@ -59,11 +48,12 @@ class ConsoleReport:
 
     Args:
         verbose: 0 for no text; 1 for tables in which a layer of every block shares one row; 2 for a row per matrix.
-        steps: schedule of measurements.
+        steps: schedule of measurements, as the user gave it.
+        timetable: the same for each quantity.
     """
 
-    def __init__(self, verbose: int, steps: object) -> None:
-        self._verbose, self._steps = verbose, steps
+    def __init__(self, verbose: int, steps: object, timetable: Timetable) -> None:
+        self._verbose, self._steps, self._timetable = verbose, steps, timetable
         self.begin()
 
     def begin(self, step: int = 0) -> None:
@@ -93,13 +83,12 @@ class ConsoleReport:
             return
         steps = trainer.global_step
         if not measurements:
-            count = f"{steps - self._first} optimizer steps" + (f" after step {self._first}" if self._first else "")
-            show(f"spectral monitor: nothing was measured in {count} with every_n_steps={self._steps!r}")
+            following = self._timetable.after(steps) if trainer.lightning_module.automatic_optimization else 0
+            show(nothing_measured(steps - self._first, self._first, self._steps, following))
             return
         latest = measurements[-1]
         show(rendered(measurement_rows(latest, folded=self._verbose < 2, earlier=measurements, steps=steps)))
         share = self._spent / max(perf_counter() - self._started, 1e-9)
-        ended = f"; the last of {steps} steps that was measured is step {latest.step}" if steps > latest.step else ""
-        self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time{ended}")
+        self.tell(trainer, f"spectral monitor: measuring took {100 * share:.2g} % of training time")
         if folder is not None:
             self.tell(trainer, page_command(shortest_path(folder)))

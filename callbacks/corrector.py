@@ -13,6 +13,7 @@ from spectral_monitor.correction import LRCorrection
 from spectral_monitor.correction.settings import Policy
 from spectral_monitor.monitoring.reactions import OnVerdict
 from spectral_monitor.reporting.sinks import Sink
+from spectral_monitor.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -74,7 +75,10 @@ class SpectralLRCorrector(SpectralMonitor):
         others = [f.name for f in fields(LRCorrection) if f.name not in named]
         for name in correction:
             if name not in others:
-                raise TypeError(f"SpectralLRCorrector has no argument {name!r}; valid: {', '.join(named + others)}")
+                hint = did_you_mean(name, named + others) or "."
+                raise TypeError(
+                    f"SpectralLRCorrector has no argument {name!r}{hint} Valid: {', '.join(named + others)}"
+                )
         rule = LRCorrection(policy, reference, size, spectral_init=spectral_init, **correction)
         self._code = ""
         super().__init__(
@@ -106,6 +110,14 @@ class SpectralLRCorrector(SpectralMonitor):
         if not self._code:
             raise RuntimeError("no learning rates are known yet: train with this callback first")
         return self._code
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the last table and the cost of measuring, and say where to find the corrected rates as code."""
+        super().on_fit_end(trainer, pl_module)
+        if self._engine is not None and self._engine.measured > 0:
+            self._console.tell(
+                trainer, "spectral monitor: the corrected rates as code\n  print(corrector.param_groups_code())"
+            )
 
     def _write_code(self) -> None:
         """Keep the code of the learning rates, after the first measurement: before it they are guesses."""

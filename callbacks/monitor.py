@@ -192,7 +192,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         requested = () if isinstance(quantities, str) else tuple(quantities)
         self._reports = SinkManager(sinks, heatmap_every, histograms, config, self._warn, log, requested)
         self._batches: BatchWatch | None = None
-        self._console = ConsoleReport(self.verbose, every_n_steps)
+        self._console = ConsoleReport(self.verbose, every_n_steps, settings.schedule)
 
     def roles(self) -> Roles:
         """Return every measured layer with its role, and the parameters that are not measured, once a fit has begun.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
-from textwrap import fill
+from textwrap import wrap
 from threading import Lock
 
 LINE = 79
 """Characters of a line of a verdict on the console."""
+HARD_SPACE = "\xa0"
+"""A space at which no line ends; on the console it is an ordinary one."""
+_UNBROKEN_SPACE = re.compile(r"(?<=\d) (?=[a-z%])|(?<=\bstep) (?=\d)|(?<=\bnot) (?=judged\b)")
+"""The space between a number and its unit or noun, and the one in the name of a state."""
 _formatting = Lock()
 
 
@@ -56,7 +61,7 @@ def wrapped(text: str) -> str:
         ! step 15: head: its learning rate is 0.1, that of the other layers is 0.001:
           use 0.001
     """
-    return fill(text, LINE, initial_indent="! ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines_of(text, LINE, first="! "))
 
 
 def in_lines(text: str) -> str:
@@ -69,8 +74,25 @@ def in_lines(text: str) -> str:
           cat log
     """
     sentence, *commands = text.split("\n")
-    lines = fill(sentence, LINE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join([lines, *commands])
+    return "\n".join([*lines_of(sentence, LINE), *commands])
+
+
+def lines_of(text: str, width: int, first: str = "", later: str = "  ") -> list[str]:
+    """Return a text in lines that fit a width; words are not split, and a number stays with its unit.
+
+    Args:
+        first: in front of the first line.
+        later: in front of the others.
+
+    Example:
+        >>> lines_of("measuring took 304 ms", 19)
+        ['measuring took', '  304 ms']
+    """
+    text = _UNBROKEN_SPACE.sub(HARD_SPACE, text)
+    lines = wrap(
+        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace(HARD_SPACE, " ") for line in lines]
 
 
 class WarnOnce:

@@ -40,8 +40,9 @@ optimizer = torch.optim.AdamW(MUP.param_groups(model, lr=0.02, optimizer="adam")
 ```
 
 Use `optimizer="adam"` for all optimizers that move every entry by about the learning rate (AdamW, Lion, RMSprop ...).
-Use `"sgd"` for optimizers whose step is proportional to the gradient. The monitor decides which matrix is the readout
-and which an embedding: `spectral_monitor.inspect(model)` shows these roles, `roles={"head": "readout"}` corrects them.
+Use `"sgd"` for optimizers whose step is proportional to the gradient. The monitor decides which matrix is the
+output layer (`readout` below) and which an embedding: `spectral_monitor.inspect(model)` shows these roles. If one is
+wrong, use `roles={"head": "output"}`.
 
 **Which one should I use?**
 

@@ -123,9 +123,9 @@ depths; a single value says little.
       a head registered before the layers it reads. Otherwise it takes the last operator registered, one for each
       network.
     * The first measured step with features corrects the guess. A readout is then an operator whose output gets a
-      gradient and is read by no other operator of its network. Tier `"light"`, and `include` or `exclude`, keep the
+      gradient and is read by no other layer of its network. Tier `"light"`, and `include` or `exclude`, keep the
       guess.
-    * `roles={{"name": "readout"}}` overrides both. Of several readouts `final_layer_alignment` is the smallest
+    * `roles={{"name": "output"}}` overrides both. Of several output layers `final_layer_alignment` is the smallest
       alignment.
 * **Embeddings** look rows up, so their `*_natural` is the largest RMS of a row; `*_norm` is the table's spectral norm.
   Inputs are one-hot vectors. Definition 3 of the spectral paper allows all vectors of length 1 instead. For a table of

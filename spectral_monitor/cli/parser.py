@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 
 from spectral_monitor import __version__
 
@@ -26,6 +27,20 @@ COMMANDS = {
 RUN_HELP = "the folder of a logged run, a folder above it (the newest run is taken), or the file itself"
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Help in which sentences fit the window, and indented lines, such as examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Return a description: wrapped sentences, and indented or empty lines unchanged."""
+        return "\n".join(line if line.startswith(" ") else fill(line, width) for line in text.split("\n"))
+
+    def _format_action(self, action: argparse.Action) -> str:
+        """Return the lines of an argument; of the commands, without a line and an indentation of their own."""
+        if isinstance(action, argparse._SubParsersAction):
+            return "".join(map(self._format_action, action._get_subactions()))
+        return super()._format_action(action)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
@@ -34,7 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
             "Find the layer that trains too fast, too slowly or not at all, in a run that SpectralMonitor or a "
             "JSONLinesSink has logged."
         ),
-        epilog="example: spectral-monitor report lightning_logs/version_0 -o report.html",
+        epilog="example:\n  spectral-monitor report lightning_logs/version_0 -o report.html",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -56,7 +72,7 @@ def command(
         help=COMMANDS[name],
         description=description,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.set_defaults(run=run)
     return parser

@@ -97,10 +97,20 @@ class Verdict:
         """The deviation and its duration in words; on the whole network, the sentence holds the value."""
         has_value = self.quantity and self.layer != NETWORK
         deviation = f"{self.quantity} {short(self.value)}, should be {self.should_be}" if has_value else ""
-        return ", ".join(filter(None, [deviation, f"for {self.steps} steps" if self.steps else ""]))
+        return ", ".join(filter(None, [deviation, f"for {duration(self.steps)}" if self.steps else ""]))
 
     def __str__(self) -> str:
         return ": ".join(filter(None, [self.layer, self.seen, self.sentence]))
+
+
+def duration(steps: int) -> str:
+    """Return in words for how many steps a value has been outside its band.
+
+    Example:
+        >>> duration(0), duration(1), duration(31)
+        ('this step', '1 step', '31 steps')
+    """
+    return "this step" if steps == 0 else f"{steps} step{'s' * (steps != 1)}"
 
 
 def short(value: float) -> str:

@@ -93,6 +93,8 @@ class Timetable:
         >>> table = Timetable.of({"light": 10, "feature_rms": 100}, ["update_norm", "lr", "feature_rms"])
         >>> sorted(table.due(10)), len(table.due(100)), len(table.due(55))
         (['lr', 'update_norm'], 3, 0)
+        >>> table.after(55), Timetable.of("1, 2, 4", ["lr"]).after(4)
+        (60, 0)
     """
 
     groups: Mapping[Schedule, frozenset[str]]  # schedule -> the keys that follow it
@@ -131,6 +133,16 @@ class Timetable:
     def due(self, step: int) -> frozenset[str]:
         """Return the keys that are measured at a step, counted from 1."""
         return frozenset[str]().union(*(keys for schedule, keys in self.groups.items() if schedule.due(step)))
+
+    def after(self, step: int) -> int:
+        """Return the first step after a given one at which anything is measured; 0 if there is none."""
+        steps = [
+            later
+            for schedule in self.groups
+            for later in (*schedule.first, schedule.every and (step // schedule.every + 1) * schedule.every)
+            if later > step
+        ]
+        return min(steps, default=0)
 
     def with_key(self, key: str) -> tuple[Schedule, frozenset[str]]:
         """Return the schedule of a measured key, and all keys that follow it."""

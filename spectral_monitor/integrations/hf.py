@@ -17,7 +17,7 @@ from spectral_monitor.monitoring.probe import SpectralProbe
 from spectral_monitor.reporting.files.jsonlines import JSONLinesSink, run_file_name
 from spectral_monitor.reporting.run import MeasuredRun
 from spectral_monitor.reporting.sinks import checked_sinks
-from spectral_monitor.reporting.text.console import page_command, rendered
+from spectral_monitor.reporting.text.console import in_words, nothing_measured, page_command, rendered
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
 from spectral_monitor.suggestions import unknown
@@ -95,7 +95,7 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
         self._warn = WarnOnce()
         self._folder = Path()
         self._files: ResumeFiles | None = None
-        self._micro_batches = 1
+        self._micro_batches, self._first = 1, 0
 
     @property
     def measurements(self) -> Sequence[Measurement]:
@@ -126,10 +126,12 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
             scheduler: Any = kwargs.get("lr_scheduler")
             probe.report_schedule(getattr(scheduler, "scheduler", scheduler), state.max_steps - state.global_step - 1)
         self._files = ResumeFiles(folder, probe, self._warn)
+        self._first = state.global_step
         if state.global_step:
             expected = folder / f"checkpoint-{state.global_step}"  # the Trainer does not say where it resumes from
             self._files.load(self._resume_from or expected, state.global_step)
-        self._show(rendered(role_rows(probe.anatomy, folded=self.verbose < 2)))
+        when = in_words(probe.settings.every_n_steps)
+        self._show(rendered(role_rows(probe.anatomy, folded=self.verbose < 2, when=when)))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin a step, before its first micro-batch."""
@@ -172,9 +174,13 @@ class SpectralCallback(MeasuredRun, TrainerCallback):
             return
         self.probe.close()
         if self.latest is None:
-            self._show(f"spectral monitor: nothing was measured in {self.probe.steps} optimizer steps")
+            settings, steps = self.probe.settings, state.global_step
+            following = settings.schedule.after(steps)
+            self._show(nothing_measured(steps - self._first, self._first, settings.every_n_steps, following))
         else:
-            table = measurement_rows(self.latest, folded=self.verbose < 2, earlier=self.probe.measurements)
+            table = measurement_rows(
+                self.latest, folded=self.verbose < 2, earlier=self.probe.measurements, steps=state.global_step
+            )
             self._show(rendered(table))
             self._show(page_command(str(self._folder)))
 

@@ -186,7 +186,7 @@ def _known_key(module: nn.Module, key: str, shape: tuple[int, ...]) -> Guess | N
     """Return the guess for a matrix of torch's attention or recurrent modules, which have names of their own."""
     if isinstance(module, nn.MultiheadAttention) and key.endswith("_proj_weight"):
         blocks = 3 if key == "in_proj_weight" else 1
-        note = f"{ATTENTION}, 3 blocks" if blocks == 3 else ""
+        note = ATTENTION if blocks == 3 else ""
         return Guess(key.removesuffix("_weight"), "operator", Layout("linear", shape, blocks), note=note)
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and key.startswith("weight_"):
         kinds = (gates for name, gates in _GATES.items() if is_a(module, name) or is_a(module, f"{name}Cell"))

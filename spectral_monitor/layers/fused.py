@@ -50,7 +50,7 @@ class Split:
         turns = f" by turns, {self.repeats} times" if self.repeats > 1 else ""
         widths = [size * self.repeats for size in self.sizes]
         unequal = "" if len(set(widths)) == 1 else f" of {', '.join(map(str, widths))} outputs"
-        return f"{self.block_names}, {len(self.sizes)} blocks{unequal}{turns}"
+        return f"{self.block_names}{unequal}{turns}"
 
 
 def split_of(parent: nn.Module, name: str, outputs: int, inputs: int) -> Split | None:

@@ -13,6 +13,7 @@ from spectral_monitor.correction import Change, Corrector
 from spectral_monitor.correction.policies import TRAINED_SHARE
 from spectral_monitor.measurement import LOST, SUMMARY, Measurement
 from spectral_monitor.reporting.content.headline import names_in
+from spectral_monitor.reporting.content.labels import quantity_title
 
 NEARLY = 0.8
 """Once steps have this part of their length, only the return to full length is worth another line."""
@@ -153,7 +154,7 @@ def _largest(changes: Sequence[Change], measurement: Measurement) -> str:
 
 
 def _sizes(change: Change) -> str:
-    return f"{change.quantity} is {change.observed:.2g}, should be {change.wanted:.2g}"
+    return f"the {quantity_title(change.quantity)} is {change.observed:.2g}, should be {change.wanted:.2g}"
 
 
 def limits_reached(changes: Sequence[Change], measurement: Measurement) -> str:

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.condition.verdict import Verdict
+from spectral_monitor.engine.features.kernels import NO_LOSS
 from spectral_monitor.engine.overhead_budget import MAX_OVERHEAD
+from spectral_monitor.engine.results.reasons import NOT_QUERIES
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.monitoring.probe import SpectralProbe
@@ -60,7 +62,7 @@ class Check:
     Attributes:
         verdicts: present faults, roots first.
         roles: every measured layer with its role; ``roles.unmeasured`` says which parameters are not measured and why.
-        missing: quantity -> why it is NaN in every matrix.
+        missing: quantity -> why it is NaN in every matrix, where that may be a fault.
         measurement: measurement of the last step of the copy.
         costs: cost of each tier.
         step_seconds: time of a plain training step.
@@ -97,7 +99,7 @@ class Check:
     def _tables(self) -> Iterator[Table]:
         from spectral_monitor.reporting.content.headline import each_of, names_in
         from spectral_monitor.reporting.content.tally import named_by, tally
-        from spectral_monitor.reporting.text.lines import Column, Table
+        from spectral_monitor.reporting.text.lines import Column, Table, reason_lines
 
         state = tally(self.measurement).state
         lines = []
@@ -108,23 +110,22 @@ class Check:
         title = f"spectral monitor, {STEPS} steps of a copy: {self._answer()}"
         yield Table(title, (), tuple(lines), state=state)
         roles = self.roles.table()
-        keys: dict[str, list[str]] = {}  # reason -> the quantities that are missing for it
-        for key, reason in self.missing.items():
-            keys.setdefault(reason, []).append(key)
-        missing = [f"not measured: {', '.join(group)}: {reason}" for reason, group in keys.items()]
+        missing = reason_lines("quantities that are not measured", [*self.missing.items()], ", ".join)
         yield Table(roles.title, roles.columns, (*roles.foot, *missing))
         columns = (
             Column("tier", tuple(cost.tier for cost in self.costs), text=True),
-            Column("ms", tuple(f"{1e3 * cost.seconds:.3g}" for cost in self.costs)),
-            Column("plain steps", tuple(f"{cost.steps:.2g}" for cost in self.costs)),
-            Column(f"every {EVERY}th step", tuple(f"{100 * cost.share:.2g} %" for cost in self.costs)),
+            Column("ms", tuple(_digits(1e3 * cost.seconds) for cost in self.costs)),
+            Column("plain steps", tuple(_digits(cost.steps) for cost in self.costs)),
+            Column(f"every {EVERY}th step", tuple(f"{_digits(100 * cost.share)} %" for cost in self.costs)),
             Column("1 % is every", tuple(f"{cost.interval} steps" for cost in self.costs)),
         )
-        title = f"a plain step takes {1000.0 * self.step_seconds:.3g} ms here; measuring a step adds:"
+        title = f"a plain step takes {_digits(1e3 * self.step_seconds)} ms here; measuring a step adds:"
         yield Table(title, columns, self.notes)
 
     def __repr__(self) -> str:
-        return "\n\n".join(map(str, self._tables()))
+        from spectral_monitor.reporting.text.table import WIDTH
+
+        return "\n\n".join(table.plain(WIDTH) for table in self._tables())
 
     def _repr_html_(self) -> str:
         from spectral_monitor.reporting.text.notebook import html_table
@@ -183,7 +184,10 @@ def check(
     for tier, probe in probes.items():
         seconds = min(m.summary["overhead_ms"] / 1e3 for m in list(probe.measurements)[1:])
         costs.append(TierCost(tier, seconds, seconds / plain))
-    return Check(probes[TIER], probes["full"], costs, plain, list(dict.fromkeys(notes)))
+    result = Check(probes[TIER], probes["full"], costs, plain, list(dict.fromkeys(notes)))
+    if loss is not None:  # under a Trainer the training step returns it
+        result.missing = {key: reason for key, reason in result.missing.items() if reason != NO_LOSS}
+    return result
 
 
 def _probed(
@@ -244,10 +248,22 @@ def _notes_of_warnings() -> Iterator[list[str]]:
 
 
 def _missing(measurement: Measurement) -> dict[str, str]:
-    """Return quantity -> why no matrix has a number of it."""
+    """Return quantity -> why no matrix has a number of it; quantities of attention are left out in networks without."""
     matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
-    return {
-        key: measurement.why(key, measurement.layers[matrices[0]].name) or "the reason is not known"
-        for key, column in measurement.values.items()
-        if matrices and not bool((~column[matrices].isnan()).any())
-    }
+    missing: dict[str, str] = {}
+    for key, column in measurement.values.items():
+        if matrices and not bool((~column[matrices].isnan()).any()):
+            reasons = (measurement.why(key, measurement.layers[i].name) or "the reason is not known" for i in matrices)
+            reason = next((reason for reason in reasons if reason != NOT_QUERIES), "")
+            missing |= {key: reason} if reason else {}
+    return missing
+
+
+def _digits(value: float) -> str:
+    """Return a number with at least two digits, all of them if it is large.
+
+    Example:
+        >>> _digits(0.0512), _digits(4.26), _digits(1820.4)
+        ('0.051', '4.3', '1820')
+    """
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

@@ -173,7 +173,7 @@ class SpectralProbe(ResumableRun):
         )
         super().__init__(settings, on_verdict, stop_on)
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         optimizers = unwrap_optimizers(optimizer, model)
         processes = training_processes(model, data_parallel_rank)
         if processes is not None:

@@ -150,7 +150,7 @@ def test_verdicts_are_to_be_read(address, page, runs):
         name = next(name for name in RUNS if card.get_by_text(name, exact=True).count())
         text[name] = card.evaluate(TEXT)
     assert f"Step {STEPS}: 1 of 4 layers off: net.2; 3 healthy" in text["watched"]
-    assert f"net.2 update_natural {verdict.value:.2g}" in text["watched"]
+    assert f"net.2 update size {verdict.value:.2g}" in text["watched"]
     assert verdict.sentence in text["watched"]
     assert "The correction multiplies" in text["corrected"]
 

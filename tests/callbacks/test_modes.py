@@ -146,7 +146,7 @@ def test_correct_repairs_and_says_what_it_did(caplog):
     lines = [" ".join(r.getMessage().split()) for r in caplog.records if FAULTY in r.getMessage()]
     assert lines
     assert all(
-        text in lines[0] for text in ("step ", ": learning rate x ", " -> x ", "(update_natural is ", ", should be ")
+        text in lines[0] for text in ("step ", ": learning rate x ", " -> x ", "(the update size is ", ", should be ")
     )
     assert max(len(line) for r in caplog.records for line in r.getMessage().splitlines() if "x " in line) < 80
     shown = [
@@ -332,6 +332,15 @@ def test_it_can_be_pickled():
     copy = pickle.loads(pickle.dumps(corrector))
     assert copy.correction == corrector.correction
     assert [m.verdicts for m in copy.measurements] == [m.verdicts for m in corrector.measurements]
+
+
+@pytest.mark.parametrize(("verbose", "steps", "lines"), [(1, 5, 1), (0, 5, 0)])
+def test_the_end_of_a_corrected_run_says_where_its_rates_are(verbose, steps, lines, caplog):
+    corrector = SpectralLRCorrector("balance", every_n_steps=3, verbose=verbose)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        fit(Net(), corrector, steps=steps)
+    said = [record.getMessage() for record in caplog.records if "corrector.param_groups_code()" in record.getMessage()]
+    assert len(said) == lines
 
 
 def test_code_that_cannot_be_written_costs_a_warning(monkeypatch):

@@ -259,7 +259,8 @@ def test_that_nothing_was_measured_is_said(capsys):
     assert monitor.latest is None
     assert monitor.table() == "nothing measured yet"
     fit(monitor)
-    assert "nothing was measured in 6 optimizer steps with every_n_steps=50" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing was measured in 6 optimizer steps with every_n_steps=50; the next is step 50" in out
 
 
 def test_fit_again_with_a_new_trainer():
@@ -298,7 +299,19 @@ def test_a_fit_that_goes_on_counts_its_own_steps(capsys):
     capsys.readouterr()
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, zoo.loader(count=5))
-    assert "nothing was measured in 5 optimizer steps after step 6 with every_n_steps=50" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing was measured in 5 optimizer steps after step 6 with every_n_steps=50; the next is step 50" in out
+
+
+def test_a_resumed_fit_that_is_too_short_for_the_default_schedule_says_so(tmp_path, capsys):
+    first = fit(SpectralMonitor(), max_epochs=6, default_root_dir=tmp_path)  # to step 36
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    capsys.readouterr()
+    fit(SpectralMonitor(), max_epochs=8, default_root_dir=tmp_path, ckpt_path=tmp_path / "last.ckpt")
+    out = capsys.readouterr().out
+    said = "nothing was measured in 12 optimizer steps after step 36 with every_n_steps='1, 2, 4, ..., every 100'; the"
+    assert f"{said} next is step 64" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_fast_dev_run():

@@ -100,5 +100,5 @@ def test_a_monitor_of_an_earlier_fit_is_none_beside():
 
 
 def test_an_argument_that_a_corrector_has_not():
-    with pytest.raises(TypeError, match=r"no argument 'gian'; valid: policy, every_n_steps, .*, limits"):
+    with pytest.raises(TypeError, match=r"no argument 'gian'. Valid: policy, every_n_steps, .*, limits"):
         SpectralLRCorrector("target", gian=1)

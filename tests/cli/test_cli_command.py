@@ -249,7 +249,26 @@ def test_help_has_an_example(arguments, capsys):
     out = capsys.readouterr().out
     assert stop.value.code == 0
     assert re.search(r"example.*spectral-monitor (show|report) lightning_logs", out, re.DOTALL)
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_help_fits_the_window(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name in ("", *COMMANDS, "inspect", "list"):
+        with pytest.raises(SystemExit):
+            main([*filter(None, [name]), "--help"])
+        sentences = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ")]
+        assert max(map(len, sentences)) <= width, name
+
+
+def test_every_command_has_its_line_in_the_help(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert re.search("^  completion  print a script that completes commands in a shell$", out, re.MULTILINE)
+    assert re.search("^commands:\n  show  ", out, re.MULTILINE)
 
 
 def test_help_of_a_sweep(capsys):

@@ -19,9 +19,9 @@ def test_a_line_for_each_run(tmp_path, capsys):
     aged(tmp_path / "version_0" / FILE, 10)
     aged(tmp_path / "deep" / "version_1" / FILE, 20)
     aged(tmp_path / "version_0" / "spectral_monitor_2.jsonl", 0)
-    lines = [line.split(maxsplit=4) for line in said(["list", tmp_path], capsys).splitlines()]
+    title, *lines = [line.split(maxsplit=4) for line in said(["list", tmp_path], capsys).splitlines()]
+    assert " ".join(title).split() == ["run", "last", "step", "measured", "off", "worst", "layer"]
     assert lines == [
-        ["run", "steps", "measured", "off", "worst layer"],
         ["deep/version_1", "500", "1", "0", "head.bias 4x typical"],
         ["version_0", "20", "2", "1", "net.2: lr too large"],
         ["version_0/spectral_monitor_2.jsonl", "7", "1", "0", "head.bias 80x typical"],

@@ -89,6 +89,7 @@ def test_what_is_not_there_is_named(run, capsys):
     assert "no layer matches 'net.22'; did you mean 'net.2'?" in fails(["show", run, "--layer", "net.22"], capsys)
     err = fails(["show", run, "--sort", "update_natral"], capsys)
     assert "no column 'update_natral'; did you mean 'update_natural'?" in err
+    assert "1/128[" not in err
     err = fails(["show", run, "--csv", "--sort", "stat"], capsys)
     assert "no column 'stat'; did you mean 'state'?" in err
     err = fails(["show", run, "--layer", "*bias"], capsys)

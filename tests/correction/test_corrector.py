@@ -216,7 +216,7 @@ def test_changes_are_told_in_a_line():
     report = CorrectionReport(Corrector(LRCorrection(), layers, [torch.optim.Adam(network.parameters())]))
     small = Change("0", 1.0, 1.6, 0.1, 0.16, "update_natural")
     large = Change("2", 1.95, 0.928, 0.29, 0.138, "update_natural")
-    sizes = "x 1.95 -> x 0.928 (update_natural is 0.29, should be 0.14)"
+    sizes = "x 1.95 -> x 0.928 (the update size is 0.29, should be 0.14)"
     assert list(report.lines(measurement, [small, large])) == [
         f"step 16: 2 learning rates corrected; the largest change: 2 {sizes}"
     ]
@@ -229,8 +229,8 @@ def test_at_the_limit_it_says_what_to_do():
     low, high = (
         limits_reached([Change("2", 1.0, 2.0, 0.1, aim, "update_natural", True)], measurement) for aim in (0.01, 0.4)
     )
-    assert "(x 2), although update_natural is 0.1, should be 0.01: find out why the gradients of these" in low
-    assert "(x 2), although update_natural is 0.1, should be 0.4: check that gradients reach all entries" in high
+    assert "(x 2), although the update size is 0.1, should be 0.01: find out why the gradients of these" in low
+    assert "(x 2), although the update size is 0.1, should be 0.4: check that gradients reach all entries" in high
     assert all(text.endswith("; wider limits=(low, high) let the correction go further") for text in (low, high))
 
 

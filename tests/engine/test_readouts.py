@@ -93,7 +93,7 @@ def test_what_ran_last_wins_over_what_was_registered_last(use_reentrant):
     assert roles(probe) == {"last"}
     assert {info.name for info in probe.measurements[0].layers if info.role == "readout"} == {"last"}
     assert probe.latest.summary["final_layer_alignment"] == probe.latest.value("alignment", "last")
-    assert "no other operator reads its output" in probe.role_table()
+    assert "no other layer reads its output" in probe.role_table()
     assert "guessed" not in probe.role_table()
     assert set(probe.roles().notes) == {"last"}
 

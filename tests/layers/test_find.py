@@ -468,7 +468,7 @@ def test_nothing_is_dropped_silently(kind, chosen):
         ("convolutions", "0", "3 taps, norms added up", ""),
         ("convolutions", "2", "", ""),
         ("convolutions", "6", f"{IN_PLACE}; 9 taps, norms added up", ""),
-        ("attention, fused", "attention.in_proj", "query, key and value, 3 blocks", NO_CALL),
+        ("attention, fused", "attention.in_proj", "query, key and value", NO_CALL),
         ("attention, fused", "attention.out_proj", "", NO_CALL),
         ("recurrent", "lstm.weight_ih_l0", "4 gates", NO_CALL),
         ("recurrent", "lstm.weight_hr_l0", "", NO_CALL),

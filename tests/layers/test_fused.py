@@ -67,78 +67,78 @@ class VisionBlock(nn.Module):
 
 # Model, suffix of the layer's name, outputs of each block, note.
 ATTENTION = {
-    "GPT-2": (lambda: hf.GPT2Model(hf.GPT2Config(**GPT)), "c_attn", [16] * 3, f"{QKV}, 3 blocks"),
-    "GPT-1": (lambda: hf.OpenAIGPTModel(hf.OpenAIGPTConfig(**GPT)), "c_attn", [16] * 3, f"{QKV}, 3 blocks"),
+    "GPT-2": (lambda: hf.GPT2Model(hf.GPT2Config(**GPT)), "c_attn", [16] * 3, QKV),
+    "GPT-1": (lambda: hf.OpenAIGPTModel(hf.OpenAIGPTConfig(**GPT)), "c_attn", [16] * 3, QKV),
     "GPT-NeoX": (
         lambda: hf.GPTNeoXModel(hf.GPTNeoXConfig(**NAMED, intermediate_size=24)),
         "query_key_value",
         [16] * 3,
-        f"{QKV}, 3 blocks by turns, 4 times",
+        f"{QKV} by turns, 4 times",
     ),
     "Persimmon": (
         lambda: hf.PersimmonModel(hf.PersimmonConfig(**NAMED, intermediate_size=24, qk_layernorm=False)),
         "query_key_value",
         [16] * 3,
-        f"{QKV}, 3 blocks by turns, 4 times",
+        f"{QKV} by turns, 4 times",
     ),
     "Bloom": (
         lambda: hf.BloomModel(hf.BloomConfig(hidden_size=WIDTH, n_layer=1, n_head=HEADS, **SHARED)),
         "query_key_value",
         [16] * 3,
-        f"{QKV}, 3 blocks by turns, 4 times",
+        f"{QKV} by turns, 4 times",
     ),
-    "Falcon": (falcon(multi_query=False), "query_key_value", [16] * 3, f"{QKV}, 3 blocks by turns, 4 times"),
+    "Falcon": (falcon(multi_query=False), "query_key_value", [16] * 3, f"{QKV} by turns, 4 times"),
     "Falcon, one key": (
         falcon(multi_query=True),
         "query_key_value",
         [16, 4, 4],
-        f"{QKV}, 3 blocks of 16, 4, 4 outputs",
+        f"{QKV} of 16, 4, 4 outputs",
     ),
     "Falcon, new": (
         falcon(new_decoder_architecture=True, num_kv_heads=2),
         "query_key_value",
         [16, 8, 8],
-        f"{QKV}, 3 blocks of 16, 8, 8 outputs by turns, 2 times",
+        f"{QKV} of 16, 8, 8 outputs by turns, 2 times",
     ),
-    "ModernBERT": (modernbert, "Wqkv", [16] * 3, f"{QKV}, 3 blocks"),
+    "ModernBERT": (modernbert, "Wqkv", [16] * 3, QKV),
     "MPT": (
         lambda: hf.MptModel(
             hf.MptConfig(d_model=WIDTH, n_heads=HEADS, n_layers=1, max_seq_len=LENGTH, vocab_size=TOKENS)
         ),
         "Wqkv",
         [16] * 3,
-        f"{QKV}, 3 blocks",
+        QKV,
     ),
-    "DBRX": (dbrx, "Wqkv", [16, 8, 8], f"{QKV}, 3 blocks of 16, 8, 8 outputs"),
-    "Phi-3": (phi3(HEADS), "qkv_proj", [16] * 3, f"{QKV}, 3 blocks"),
-    "Phi-3, fewer keys": (phi3(2), "qkv_proj", [16, 8, 8], f"{QKV}, 3 blocks of 16, 8, 8 outputs"),
-    "GPTBigCode": (bigcode(False), "c_attn", [16] * 3, f"{QKV}, 3 blocks by turns, 4 times"),
-    "GPTBigCode, one key": (bigcode(True), "c_attn", [16, 4, 4], f"{QKV}, 3 blocks of 16, 4, 4 outputs"),
+    "DBRX": (dbrx, "Wqkv", [16, 8, 8], f"{QKV} of 16, 8, 8 outputs"),
+    "Phi-3": (phi3(HEADS), "qkv_proj", [16] * 3, QKV),
+    "Phi-3, fewer keys": (phi3(2), "qkv_proj", [16, 8, 8], f"{QKV} of 16, 8, 8 outputs"),
+    "GPTBigCode": (bigcode(False), "c_attn", [16] * 3, f"{QKV} by turns, 4 times"),
+    "GPTBigCode, one key": (bigcode(True), "c_attn", [16, 4, 4], f"{QKV} of 16, 4, 4 outputs"),
     "CodeGen": (
         lambda: hf.CodeGenModel(hf.CodeGenConfig(**GPT, rotary_dim=4)),
         "qkv_proj",
         [16] * 3,
-        "query, value and key, 3 blocks by turns, 4 times",
+        "query, value and key by turns, 4 times",
     ),
     "BLIP": (
         lambda: hf.BlipVisionModel(hf.BlipVisionConfig(**PICTURE, intermediate_size=24)),
         "qkv",
         [16] * 3,
-        f"{QKV}, 3 blocks",
+        QKV,
     ),
-    "ViTDet": (lambda: hf.VitDetModel(hf.VitDetConfig(**PICTURE)), "qkv", [16] * 3, f"{QKV}, 3 blocks"),
-    "timm": (lambda: nn.ModuleDict({"attn": VisionBlock()}), "qkv", [16] * 3, f"{QKV}, 3 blocks"),
+    "ViTDet": (lambda: hf.VitDetModel(hf.VitDetConfig(**PICTURE)), "qkv", [16] * 3, QKV),
+    "timm": (lambda: nn.ModuleDict({"attn": VisionBlock()}), "qkv", [16] * 3, QKV),
 }
 GATED = {
-    "Phi-3": (phi3(2), "gate_up_proj", [24] * 2, f"{GATES}, 2 blocks"),
-    "GLM": (glm, "gate_up_proj", [24] * 2, f"{GATES}, 2 blocks"),
-    "ModernBERT": (modernbert, "Wi", [24] * 2, "input and gate, 2 blocks"),
-    "Mamba": (lambda: hf.MambaModel(hf.MambaConfig(**MAMBA)), "in_proj", [32] * 2, "states and gate, 2 blocks"),
+    "Phi-3": (phi3(2), "gate_up_proj", [24] * 2, GATES),
+    "GLM": (glm, "gate_up_proj", [24] * 2, GATES),
+    "ModernBERT": (modernbert, "Wi", [24] * 2, "input and gate"),
+    "Mamba": (lambda: hf.MambaModel(hf.MambaConfig(**MAMBA)), "in_proj", [32] * 2, "states and gate"),
     "Falcon Mamba": (
         lambda: hf.FalconMambaModel(hf.FalconMambaConfig(**MAMBA)),
         "in_proj",
         [32] * 2,
-        "states and gate, 2 blocks",
+        "states and gate",
     ),
 }
 
@@ -229,7 +229,7 @@ def test_gate_and_what_it_gates(kind):
 def test_cross_attention_has_key_and_value():
     model = hf.GPT2Model(hf.GPT2Config(**GPT, add_cross_attention=True))
     layer = the_layer(model, "crossattention.c_attn")
-    assert (layer.layout.fan_outs, layer.note) == ((16, 16), "key and value, 2 blocks")
+    assert (layer.layout.fan_outs, layer.note) == ((16, 16), "key and value")
 
 
 class Own(nn.Module):
@@ -250,9 +250,9 @@ UNKNOWN = "its name says query, key and value, but the blocks of its {} outputs 
     [
         (Own("qkv", 50), (50,), UNKNOWN.format(50)),
         (Own("query_key_value", 48, num_heads=4), (48,), UNKNOWN.format(48)),
-        (Own("qkv", 32, num_heads=4, num_kv_heads=2), (16, 8, 8), f"{QKV}, 3 blocks of 16, 8, 8 outputs"),
+        (Own("qkv", 32, num_heads=4, num_kv_heads=2), (16, 8, 8), f"{QKV} of 16, 8, 8 outputs"),
         (Own("qkv", 33, num_heads=4, num_kv_heads=2), (33,), UNKNOWN.format(33)),
-        (Own("qkv", 48, num_heads=True), (16, 16, 16), f"{QKV}, 3 blocks"),
+        (Own("qkv", 48, num_heads=True), (16, 16, 16), QKV),
         (Own("Wi", 48), (48,), ""),
         (Own("in_proj", 48, intermediate_size=24), (48,), ""),
         (Own("projection", 48, num_heads=4), (48,), ""),

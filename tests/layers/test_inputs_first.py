@@ -53,7 +53,7 @@ def test_gpt2_of_hugging_face():
         assert found[name][1] == pytest.approx(values, nan_ok=True), name
     assert known["transformer.h.1.mlp.c_fc"][0] == (16, 64, 1)
     said = notes(model.state_dict())
-    assert said["transformer.h.1.attn.c_attn"] == f"query, key and value, 3 blocks; {OWN}"
+    assert said["transformer.h.1.attn.c_attn"] == f"query, key and value; {OWN}"
     assert said["transformer.h.0.mlp.c_proj"] == OWN
     assert said["transformer.h.0.attn.c_proj"] == BESIDE, "square"
     assert not any("inputs first" in said[name] for name in ("transformer.wte", "lm_head"))

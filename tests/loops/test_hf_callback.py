@@ -340,13 +340,23 @@ def test_the_run_file_names_the_model(tmp_path):
 def test_what_is_printed(tmp_path, capsys):
     trainer(tmp_path, SpectralCallback(2)).train()
     out = capsys.readouterr().out
-    assert "3 matrices and 3 biases and gains are measured" in out
+    assert "3 matrices and 3 biases and gains are measured\nevery 2 steps\n" in out
     assert "spectral monitor, step 4: " in out
     assert f"spectral-monitor report {tmp_path}" in out
     trainer(tmp_path / "silent", SpectralCallback(2, verbose=0)).train()
     assert "spectral" not in capsys.readouterr().out
     trainer(tmp_path / "seldom", SpectralCallback(50)).train()
-    assert "nothing was measured in 4 optimizer steps" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing was measured in 4 optimizer steps with every_n_steps=50; the next is step 50" in out
+
+
+@pytest.mark.slow
+def test_a_resumed_run_counts_its_own_steps(tmp_path, capsys):
+    run(tmp_path, stop=3)
+    capsys.readouterr()
+    run(tmp_path, resume=tmp_path / "checkpoint-3", every_n_steps=50, verbose=1)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing was measured in 3 optimizer steps after step 3 with every_n_steps=50; the next is step 50" in out
 
 
 def test_a_verdict_stops_training(tmp_path):

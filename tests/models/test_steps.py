@@ -217,7 +217,7 @@ def test_originals_of_several_optimizers():
 def test_lora_layers_are_measured_one_by_one():
     probe = train("LoRA", watched=True)[1]
     (attention,) = [x for x in probe.anatomy.layers if x.info.name.endswith("attn.c_attn.base_layer")]
-    assert (attention.info.blocks, attention.note) == (3, "query, key and value, 3 blocks; frozen")
+    assert (attention.info.blocks, attention.note) == (3, "query, key and value; frozen")
     adapters = [info.name for info in probe.latest.layers if "lora_" in info.name]
     assert len(adapters) == 6
     for name in adapters:

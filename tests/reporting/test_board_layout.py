@@ -42,6 +42,14 @@ def written(writer, *measurements):
     }
 
 
+def test_the_first_title_fits_its_chart(writer):
+    """A longer one takes two lines, and the chart is drawn over the second."""
+    _, found = written(writer, measurement())
+    title, *_ = found[PANELS[0].question]
+    assert "limits" in title
+    assert len(title) <= 57
+
+
 def test_in_a_small_network_a_chart_has_every_layer(writer):
     tags, found = written(writer, measurement())
     names = ("tokens", "blocks.0.w+q", "blocks.0.mlp", "blocks.1.w+q", "blocks.1.mlp", "a (b)|c/d")

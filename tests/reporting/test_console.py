@@ -14,8 +14,9 @@ import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.layers import dissect
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.text.console import page_command, rendered
-from spectral_monitor.reporting.text.lines import Table
+from spectral_monitor.reporting.text.lines import Column, Table, folded_line
 from spectral_monitor.reporting.text.role_table import role_rows
 from spectral_monitor.reporting.text.table import measurement_rows
 
@@ -219,3 +220,40 @@ def test_the_command_for_the_page_says_how_to_install_plotly(monkeypatch):
     assert page_command("runs").splitlines()[1:] == [f"  {command}"]
     monkeypatch.setattr("spectral_monitor.reporting.text.console.find_spec", lambda name: None)
     assert page_command("runs").splitlines()[1:] == ['  pip install "spectral-monitor[plots]"', f"  {command}"]
+
+
+@pytest.mark.parametrize("width", range(20, 80))
+def test_a_number_stays_with_its_unit(width):
+    line = (
+        "2 of 4 layers off: net.4; 2 healthy, 1 not judged: frozen; measuring took 17 % of the time, 304 ms at step 30"
+    )
+    lines = folded_line(line, width)
+    assert max(map(len, lines)) <= width
+    assert " ".join(map(str.strip, lines)) == line
+    assert not any(re.search(r"(\d|\bnot|\bstep)$", part) for part in lines[:-1])
+
+
+@pytest.mark.parametrize("width", range(45, 90))
+def test_a_line_ends_between_its_parts(width):
+    parts = ["output alignment 0.98", "loss change -3.2e-3 (predicted -3.5e-3)", "took 5045 ms"]
+    lines = folded_line("   ".join(parts), width)
+    assert max(map(len, lines)) <= width
+    assert all(any(part in line for line in lines) for part in parts)
+
+
+@pytest.mark.parametrize("width", range(50, 70))
+def test_the_title_of_a_column_that_is_left_out_is_not_split(width):
+    columns = [Column(f"{k} should be", ("1",), spare=1 + k) for k in range(40)]
+    lines = Table("", (Column("layer", ("a",), text=True), *columns)).plain(width)
+    assert all(f"{k} should be" in lines for k in range(5, 40))
+
+
+@pytest.mark.parametrize("length", range(4, 36))
+def test_that_a_layer_is_frozen_takes_one_line(length):
+    name = "b" * length
+    layers = tuple(LayerInfo(each, "operator", 64, 64, (64, 64)) for each in ("a", name))
+    values = {key: torch.tensor([1.0, math.nan]) for key in KEYS}
+    states = {"a": LayerState("healthy"), name: LayerState("not judged", "frozen")}
+    table = measurement_rows(Measurement(500, layers, values, {"violations": 0.0}, states=states)).plain(80)
+    assert re.search(f"^{name} .*  not judged: frozen$", table, re.MULTILINE)
+    assert max(map(len, table.splitlines())) <= 80

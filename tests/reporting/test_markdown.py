@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -76,14 +77,22 @@ def read(*verdicts, names=("a", "b", "c"), values=None, bands=None, **summary):
 
 
 def test_the_answer_comes_first_then_a_row_for_each_verdict():
-    told = read(verdict("c"), verdict("a", (0.0, 4.0), steps=40), verdict("b", (0.06, math.inf), steps=8))
+    told = read(verdict("c"), verdict("a", (0.0, 4.0), steps=40), verdict("b", (0.06, math.inf), steps=0))
     assert told.paragraphs == ["Step 500: 3 of 3 layers off: c, a, b"]
     assert told.rows[1:] == [
-        ["c", "update_natural", "9", "0.06 .. 4", "120 steps", verdict("c").sentence],
-        ["a", "update_natural", "9", "below 4", "40 steps", verdict("c").sentence],
-        ["b", "update_natural", "9", "above 0.06", "8 steps", verdict("c").sentence],
+        ["c", "update size", "9", "0.06 .. 4", "120 steps", verdict("c").sentence],
+        ["a", "update size", "9", "below 4", "40 steps", verdict("c").sentence],
+        ["b", "update size", "9", "above 0.06", "this step", verdict("c").sentence],
     ]
     assert len(told.rows[0]) == 6
+
+
+def test_many_layers_of_one_cause_are_named_by_their_families():
+    names = [*(f"h.{i}.mlp" for i in range(12)), "head"]
+    told = read(replace(verdict("h.0.mlp"), layers=tuple(names)), names=names)
+    assert told.rows[1][0] == "h.*.mlp x12, head"
+    told = read(replace(verdict("h.0.mlp"), layers=tuple(names[:3])), names=names)
+    assert told.rows[1][0] == "h.0.mlp, h.1.mlp, h.2.mlp"
 
 
 def test_all_is_well():
@@ -117,7 +126,7 @@ def test_matrices_are_counted_and_vectors_with_a_verdict():
 def test_names_and_sentences_mean_what_they_say(name):
     told = read(verdict(name, sentence=f"see to {name} first"), names=(name, "b"))
     shown = " ".join(name.split())
-    assert told.rows[1] == [shown, "update_natural", "9", "0.06 .. 4", "120 steps", f"see to {shown} first"]
+    assert told.rows[1] == [shown, "update size", "9", "0.06 .. 4", "120 steps", f"see to {shown} first"]
 
 
 def test_nothing_is_escaped_that_need_not_be():
@@ -156,9 +165,7 @@ def test_one_root_of_a_deep_network_is_one_row_that_counts_what_follows():
     told = Cells(verdict_markdown(one))
     assert told.paragraphs == ["Step 60: 1 of 75 layers off: h.7.mlp.c_fc; 19 disturbed by it, 55 healthy"]
     more = "+19 that follow from it: h.*.attn.q_proj x9, h.*.attn.k_proj x9, lm_head"
-    assert told.rows[1:] == [
-        [gpt.ROOTS[0], "update_natural", "9", "0.013 .. 0.8", "45 steps", f"{gpt.SENTENCE} {more}"]
-    ]
+    assert told.rows[1:] == [[gpt.ROOTS[0], "update size", "9", "0.013 .. 0.8", "45 steps", f"{gpt.SENTENCE} {more}"]]
     two = gpt.measured(roots=[*one.roots, gpt.root(gpt.ROOTS[1])], followers=gpt.FOLLOWERS)
     assert [row[0] for row in Cells(verdict_markdown(two)).rows[1:]] == list(gpt.ROOTS)
 

@@ -107,11 +107,22 @@ def test_the_answer_names_the_layers_and_what_to_do():
     assert "2 of 4 layers off: head, blocks.0.mlp; 2 healthy" in page.text
     assert page.text.index("head : divide its learning rate") < page.text.index("blocks.0.mlp : mend <it>")
     assert "What is off at step 30 layer quantity value should be for cause likely cause" in page.text
-    row = "head update_natural 9.00\xa0↑ 0.06 .. 4 120 steps, 7 measurements lr too large divide its learning rate"
+    row = "head update size 9.00\xa0↑ 0.06 .. 4 120 steps, 7 measurements lr too large divide its learning rate"
     assert row.replace("\xa0", " ") in page.text.replace("\xa0", " ")
     assert ("class", "off") in page.attributes
     together = page_of(measured(30, verdict("head", layers=("head", "blocks.0.mlp"))))
     assert "each of head , blocks.0.mlp : divide its learning rate" in together.text
+
+
+def test_many_layers_of_one_cause_are_named_by_their_families():
+    names = [*(f"h.{i}.mlp" for i in range(12)), "head"]
+    run = replace(
+        measured(30, verdict("h.0.mlp", layers=tuple(names))),
+        layers=layers_of(names, ["operator"] * 13),
+        values={"update_natural": torch.ones(13)},
+        bands={},
+    )
+    assert page_of(run).text.count("h.*.mlp x12 , head") == 2  # above, and in the table
 
 
 def test_of_very_many_layers_the_answer_names_some_and_the_table_all():
@@ -123,7 +134,7 @@ def test_of_very_many_layers_the_answer_names_some_and_the_table_all():
     top, below = page.text.split("What is off at step", 1)
     assert [f"layer.{i} :" in top for i in range(9)] == [True] * 5 + [False] * 4
     assert "and 4 more, see below" in top
-    assert all(f"layer.{i} update_natural 9.00" in below for i in range(9))
+    assert all(f"layer.{i} update size 9.00" in below for i in range(9))
 
 
 def test_of_a_deep_network_the_roots_are_told_and_what_follows_is_counted():
@@ -166,7 +177,7 @@ def test_where_nothing_could_be_judged_nothing_is_called_inside():
     assert "1 of 4 layers off: head; 3 healthy" in page.text
     assert "All layers at step 20" in page.text
     assert "All 4 layers healthy" not in page.text
-    assert "head update_natural 9.00" in page.text
+    assert "head update size 9.00" in page.text
     nobody = page_of(replace(RUN[0], summary={}, bands={}))
     assert "Not judged: this measurement was not judged" in nobody.text
 

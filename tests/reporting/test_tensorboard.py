@@ -133,7 +133,7 @@ def test_verdicts_are_told_at_first_when_they_change_and_at_the_end(writer):
     assert list(found) == [1, 3, 5, 6, 7]
     assert found[1].startswith("**Step 1: all 6 layers healthy**")
     assert found[3].startswith("**Step 3: 1 of 6 layers off: tokens; 5 healthy**")
-    assert "| tokens | update\\_natural | 9 | 0.06 .. 4 | 20 steps | divide it by 18 |" in found[3]
+    assert "| tokens | update size | 9 | 0.06 .. 4 | 20 steps | divide it by 18 |" in found[3]
     assert found[5].startswith("**Step 5: 2 of 6 layers off: tokens, blocks.0.mlp; 4 healthy**")
     assert [found[step].startswith(f"**Step {step}: all 6 layers healthy**") for step in (6, 7)] == [True, True]
 

@@ -64,10 +64,15 @@ def test_offenders_come_first_with_an_arrow_and_a_sentence():
     assert column(measured(verdict("c"), violations=1.0), "should be") == ["0.06 .. 4", "", ""]
 
 
-def test_a_quantity_that_is_not_shown_is_named():
-    lines = table(verdict("b", quantity="weight_fro"), violations=1.0)
+@pytest.mark.parametrize(
+    ("quantity", "name"),
+    [("feature_rms", "size of the outputs"), ("lr", "learning rate"), ("weight_fro", "weight_fro")],
+)
+def test_a_quantity_that_is_not_shown_is_named(quantity, name):
+    """By its title, or by its key if it has none."""
+    lines = table(verdict("b", quantity=quantity), violations=1.0)
     words = " ".join(line[lines[2].index("what") :].strip() for line in lines[3:7]).split()
-    assert " ".join(words).startswith("weight_fro 9.00: lr too large")
+    assert " ".join(words).startswith(f"{name} 9.00: lr too large")
     assert "^" not in "".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 
 import numpy as np
 import pytest
@@ -141,3 +142,56 @@ def test_several_processes_are_refused(monkeypatch):
     model, batch, optimizer = parts()
     with pytest.raises(ValueError, match="check is for one process, not 2"):
         check(model, batch, optimizer, nn.functional.cross_entropy)
+
+
+def test_nothing_is_said_on_attention_that_the_network_lacks():
+    missing = check(*parts(), nn.functional.cross_entropy).missing
+    assert "attention_logit_max" not in missing
+    assert "qk_gain" not in missing
+
+
+def test_why_attention_is_not_measured_where_there_is_one():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x):
+            return self.head(self.attn(x, x, x, need_weights=False)[0].mean(1))
+
+    torch.manual_seed(0)
+    model, batch = Block(), (torch.randn(8, 5, 16), torch.randint(3, (8,)))
+    found = check(model, batch, torch.optim.Adam(model.parameters()), nn.functional.cross_entropy)
+    values = found.measurement.values
+    assert set(found.missing).isdisjoint(key for key, column in values.items() if not bool(column.isnan().all()))
+    assert not any("which this layer is not" in reason for reason in found.missing.values())
+
+
+def test_that_a_model_does_not_return_a_loss_beside_it_is_no_fault():
+    found = check(*parts(), nn.functional.cross_entropy)
+    assert {"backward_speed", "gradient_change"}.isdisjoint(found.missing)
+    assert "does not return the loss" not in repr(found)
+
+
+def test_bare_parameters_are_found_with_a_loss_beside_the_model():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    model, batch = Bare(), (torch.randn(8, 4), torch.randint(3, (8,)))
+    found = check(model, batch, torch.optim.SGD(model.parameters(), 0.1), nn.functional.cross_entropy)
+    assert "4 -> 3" in repr(found)
+
+
+def test_its_text_fits_a_terminal():
+    model, batch, _ = parts()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    text = repr(check(model, batch, optimizer, nn.functional.cross_entropy))
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"^quantities that are not measured \(\d+\):$", text, re.MULTILINE)
+    assert not re.search(r"\de\+", text)

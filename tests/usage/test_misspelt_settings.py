@@ -8,12 +8,13 @@ import pickle
 
 import pytest
 
-from spectral_monitor import LRCorrection, SpectralCondition, SpectralMonitor
+from spectral_monitor import LRCorrection, SpectralCondition, SpectralLRCorrector, SpectralMonitor
 
 CALLS = {
     "expected": (lambda: SpectralCondition(expect={"head": 10}), "SpectralCondition has no argument 'expect'"),
     "size": (lambda: LRCorrection(sizes=1 / 8), "LRCorrection has no argument 'sizes'"),
     "every_n_steps": (lambda: SpectralMonitor(every=5), "SpectralMonitor has no argument 'every'"),
+    "policy": (lambda: SpectralLRCorrector(plicy="fsc"), "SpectralLRCorrector has no argument 'plicy'"),
 }
 
 

@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _compare,
         "compare",
-        "Compare one quantity of every layer in two runs at the last step that both have measured: values and\nthe "
+        "Compare one quantity of every layer in two runs at the last step that both have measured: values and the "
         "ratio B / A, the largest difference first. The first line names the layer to look at.",
         "examples:\n  spectral-monitor compare lightning_logs/version_0 lightning_logs/version_1\n"
         "  spectral-monitor compare good bad --quantity feature_change -o both.html",

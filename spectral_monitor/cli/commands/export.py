@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "export",
         f"Write one row per number: {', '.join(COLUMNS)}. NaN has no row. Parquet needs pandas and pyarrow.",
         "examples:\n  spectral-monitor export lightning_logs > run.csv\n"
-        "  spectral-monitor export lightning_logs -o run.parquet --quantity update_natural",
+        "  spectral-monitor export lightning_logs -o run.parquet --quantity update_ratio",
     )
     add_run(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".csv or .parquet; CSV on stdout without it")

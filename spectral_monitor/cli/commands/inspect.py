@@ -17,8 +17,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _inspect,
         "inspect",
-        "Print the size and the stable rank of every weight in a checkpoint, without the model's code:\na Lightning "
-        ".ckpt, a state_dict saved with torch.save, or .safetensors. No code in it is executed.\nRoles are guessed "
+        "Print the size and the stable rank of every weight in a checkpoint, without the model's code: a Lightning "
+        ".ckpt, a state_dict saved with torch.save, or .safetensors. No code in it is executed. Roles are guessed "
         "from names and shapes.",
         "example:\n  spectral-monitor inspect lightning_logs/version_0/checkpoints/last.ckpt",
     )

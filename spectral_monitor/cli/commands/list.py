@@ -22,7 +22,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _list,
         "list",
-        "Print one line for each run in a folder, the newest last: its steps, what is off and the worst layer.",
+        "Print one line for each run in a folder, the newest last: the last measured step, what is off and the worst "
+        "layer.",
         "example:\n  spectral-monitor list lightning_logs",
     )
     parser.add_argument(
@@ -42,7 +43,7 @@ def _list(args: argparse.Namespace) -> None:
             say(str(error).partition("; give")[0])
     if not rows:
         raise ValueError(f"none of the {len(files)} files in {str(args.folder)!r} can be read; {WHAT_TO_GIVE}")
-    titles = ("run", "steps", "measured", "off", "worst layer")
+    titles = ("run", "last step", "measured", "off", "worst layer")
     columns = [
         Column(title, cells, text=title in ("run", "worst layer"))
         for title, cells in zip(titles, zip(*rows, strict=True), strict=True)

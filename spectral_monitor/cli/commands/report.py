@@ -16,7 +16,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _report,
         "report",
-        "Write one HTML file about the whole run: what is off and what to do, heatmaps of layers over steps,\nand "
+        "Write one HTML file about the whole run: what is off and what to do, heatmaps of layers over steps, and "
         "curves. It opens in any browser, offline. Needs plotly.",
         "example:\n  spectral-monitor report lightning_logs/version_0 -o report.html",
     )

@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _show,
         "show",
-        "Print what is off and what to do, then a table of all layers. In a deep network, healthy layers of\none kind "
+        "Print what is off and what to do, then a table of all layers. In a deep network, healthy layers of one kind "
         "share a row.",
         "examples:\n  spectral-monitor show lightning_logs\n  spectral-monitor show lightning_logs --step 500 --all\n"
         "  spectral-monitor show lightning_logs --layer '*.attn.*' --sort update_natural",
@@ -120,7 +120,7 @@ def _sort_keys(sort: str, table: Table, measurement: Measurement) -> list[Any]:
         cells = next(column.cells for column in table.columns if column.title == sort)
         return [_order(cell or None) for cell in cells]
     else:
-        valid = [*titles, *measurement.values]
+        valid = [*(column.title for column in table.columns if not column.drawn), *measurement.values]
         raise ValueError(f"no column {sort!r}{did_you_mean(sort, valid) or ';'} columns: {', '.join(valid)}")
     return [_order(numbers[indices[name]] if name in indices else None) for name in table.columns[0].cells]
 

@@ -19,12 +19,15 @@ QUANTITIES = ("weight_natural", "update_natural", "feature_change")
 """The quantities that :func:`spectral_monitor.scaling.sweep` measures by default."""
 
 _DESCRIPTION = (
-    "Train the same network at several widths (or depths) for a few steps, and print how the sizes of\nweights, "
-    "updates and features of every layer change with the width: one row for each layer and\nquantity, those that "
-    "deviate first. The file has two functions:\n\n  make_module(width)   makes the network; make_module(width, depth) "
-    "with --depths. Its loss is\n                       module.training_step(batch, i) if that exists, else "
-    f"module(*batch)\n  {DATA}(seed)      a DataLoader or list of batches, or a tuple of tensors for every "
-    "step\n\nWithout --parametrization the module needs a configure_optimizers, as a LightningModule has."
+    "Train the same network at several widths (or depths) for a few steps, and print how the sizes of weights, updates "
+    "and features of every layer change with the width: one row for each layer and quantity, those that deviate first. "
+    "The file has two functions:\n\n"
+    "  make_module(width)   makes the network; make_module(width, depth) with\n"
+    "                       --depths. Its loss is module.training_step(batch, i) if\n"
+    "                       that exists, else module(*batch)\n"
+    f"  {DATA}(seed)      a DataLoader, a list of batches, or a tuple of tensors\n"
+    "                       for every step\n\n"
+    "Without --parametrization the module needs a configure_optimizers, as a LightningModule has."
 )
 
 _EPILOG = (
@@ -32,7 +35,7 @@ _EPILOG = (
     "factory.py:make_module --widths 64,256,1024 --parametrization mup --lr 0.1\n  spectral-monitor sweep "
     "factory.py:make_module --widths 64,256,1024 -j 8 --figure sweep.png\n  spectral-monitor sweep "
     "factory.py:make_module --widths 64,256,1024 -o sweep.jsonl --part 2/4\n\nA sweep with -o can be stopped, resumed "
-    "and extended. On a cluster, --part trains a share of the\npoints; afterwards the same command without --part "
+    "and extended. On a cluster, --part trains a share of the points; afterwards the same command without --part "
     "shows the table."
 )
 

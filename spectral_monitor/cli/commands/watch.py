@@ -24,7 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         commands,
         _watch,
         "watch",
-        "Show the table of a run while it trains, and switch to the next run in the folder when it begins.\nCtrl-C "
+        "Show the table of a run while it trains, and switch to the next run in the folder when it begins. Ctrl-C "
         "stops the display, not the training.",
         "example:\n  spectral-monitor watch lightning_logs",
     )

@@ -18,7 +18,7 @@ from spectral_monitor.layers.output_layers import BY_PLACE
 
 READOUT, OTHER, IDLE = 1.0, -1.0, -2.0
 """A process's report on an operator: a readout, no readout, or not used in a step of its network."""
-RAN_LAST = "output layer: no other operator reads its output"
+RAN_LAST = "output layer: no other layer reads its output"
 
 
 class Readouts:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from spectral_monitor.measurement import ROLE_NAMES
+from spectral_monitor.quantities import QUANTITIES
 
 MAX_NAME_LENGTH = 30
 """Characters of a layer's name beside a picture; tables and tooltips have the full name."""
@@ -27,6 +28,16 @@ def role_name(role: str) -> str:
         ('hidden', 'output')
     """
     return ROLE_NAMES.get(role, role)
+
+
+def quantity_title(key: str) -> str:
+    """Return the title of a quantity, or its key if it has none; the key of a value of the whole network as words.
+
+    Example:
+        >>> quantity_title("feature_rms"), quantity_title("readout_share")
+        ('size of the outputs', 'readout share')
+    """
+    return QUANTITIES[key].title or key if key in QUANTITIES else key.replace("_", " ")
 
 
 @lru_cache(maxsize=8)  # the layers are the same in every picture

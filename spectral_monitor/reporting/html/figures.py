@@ -160,7 +160,7 @@ def _now(current: Measurement, rows: Sequence[int]) -> list[Part]:
     axis = {"type": "log", "range": [-end, end], "tickvals": [2.0**k for k in exponents], "zeroline": False}
     axis |= {"tickfont": {"size": 10}, "tickangle": 0}
     axis |= {"ticktext": texts, "title": {"text": VS_TYPICAL, "standoff": 4}}
-    return [(titled(f"At step {current.step}", "on the band"), [band, dots], axis)]
+    return [(titled(f"At step {current.step}", "green: the band"), [band, dots], axis)]
 
 
 def _heatmap(key: str, history: Thinned, rows: Sequence[int], current: Measurement) -> list[Part]:

@@ -9,11 +9,14 @@ from html import escape
 from pathlib import Path
 
 from spectral_monitor.condition import NETWORK, Verdict
+from spectral_monitor.condition.verdict import duration
 from spectral_monitor.measurement import HEALTHY, NOT_JUDGED, OFF, Measurement
 from spectral_monitor.messages import joined
 from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.content.families import folded_names
 from spectral_monitor.reporting.content.headline import each_of, following, headline, headlines
 from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.content.labels import quantity_title
 from spectral_monitor.reporting.content.panels import PANELS, Panel
 from spectral_monitor.reporting.content.tally import is_judged, latest_judged, named_by, tally
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, vs_typical
@@ -24,7 +27,7 @@ from spectral_monitor.reporting.html.curves import MAX_LAYERS_IN_LEGEND, MAX_LIN
 from spectral_monitor.reporting.html.figures import Figure, escaped, overview
 from spectral_monitor.reporting.html.limit_lines import limit_sentences
 from spectral_monitor.reporting.html.page import need_plotly, page
-from spectral_monitor.reporting.text.lines import Column
+from spectral_monitor.reporting.text.lines import GAP, Column
 from spectral_monitor.reporting.text.table import ARROWS, measurement_rows, number, summary_line
 
 MAX_UNFOLDED_NAME = 44
@@ -165,7 +168,7 @@ def _header(reported: Measurement, measurements: Sequence[Measurement], current:
     recovered = [layer for layer, flag in current.flags.items() if flag == 0]
     if recovered:
         paragraphs.append(f"<p>Off earlier, now recovered: {_names(recovered)}.</p>")
-    foot = " ".join(f"<span>{escaped(part)}</span>" for part in summary_line(latest).split("   ") if part)
+    foot = " ".join(f"<span>{escaped(part)}</span>" for part in summary_line(latest).split(GAP) if part)
     status = {HEALTHY: "healthy", OFF: "off", NOT_JUDGED: "unjudged"}[tally(reported).state]
     return (
         f'<header class="{status}"><h1>{escaped(answer[:1].upper() + answer[1:])}</h1>\n{"".join(paragraphs)}\n'
@@ -191,13 +194,14 @@ def _verdicts(reported: Measurement) -> str:
 def _verdict(root: Verdict, reported: Measurement) -> str:
     arrow = "" if math.isnan(root.ratio) else "&nbsp;&uarr;" if root.ratio > 1 else "&nbsp;&darr;"
     value = f"{number(root.value)}{arrow}" if root.quantity else ""
+    measurements = f"{root.measurements} measurement{'s' * (root.measurements != 1)}"
     follow = following(root, reported)
     return (
         f"<td>{_names(named_by(root)) or 'the whole network'}</td>"
-        f'<td data-title="quantity" title="{_meaning(root.quantity)}">{escaped(root.quantity)}</td>'
+        f'<td data-title="quantity" title="{_meaning(root.quantity)}">{escaped(quantity_title(root.quantity))}</td>'
         f'<td class="bad" data-title="value">{value}</td>'
         f'<td data-title="should be">{escaped(root.should_be) if root.quantity else ""}</td>'
-        f'<td data-title="for">{root.steps} steps, {root.measurements} measurements</td>'
+        f'<td data-title="for">{duration(root.steps)}, {measurements}</td>'
         f'<td data-title="cause">{escaped(root.cause.replace("_", " "))}</td>'
         f'<td class="say" data-title="what to do">{escaped(root.sentence)}'
         + (f'<br><span class="soft">{escaped(follow)}</span></td>' if follow else "</td>")
@@ -320,7 +324,9 @@ def _name(layer: str) -> str:
 
 
 def _names(layers: Sequence[str]) -> str:
-    return joined([_name(layer) for layer in layers], MAX_NAMES)
+    """Return the names of layers; of many, those of a family together."""
+    names = folded_names(layers) if len(layers) > MAX_NAMES else layers
+    return joined([_name(name) for name in names], MAX_NAMES)
 
 
 def _meaning(quantity: str) -> str:

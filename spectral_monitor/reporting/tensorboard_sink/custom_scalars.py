@@ -79,7 +79,7 @@ def _of_quantities(
             if not any(tag.startswith(f"{group(key)}/") for tag in tags):
                 continue
             limits = _limits(key, tags)
-            healthy = " (OK within limits)" if limits else band
+            healthy = " (OK in limits)" if limits else band
             if not groups.families:
                 names = [layers[i].name for i in groups.singles]
                 yield f"{title}{healthy}: every layer", [_pattern(key, names, ""), *limits]

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from spectral_monitor.measurement import HEALTHY, OFF
+from spectral_monitor.messages import in_lines
 from spectral_monitor.reporting.text.gauge import SYMBOLS
 from spectral_monitor.reporting.text.lines import Table, folded_line, printable, that_fit
 from spectral_monitor.reporting.text.table import ARROWS, WIDTH
@@ -19,6 +20,37 @@ def page_command(folder: str) -> str:
     """Return the lines that say how to write the page of a run; without plotly they begin with its installation."""
     install = "" if find_spec("plotly") else '\n  pip install "spectral-monitor[plots]"'
     return f"spectral monitor: the whole run as a page{install}\n  spectral-monitor report {folder}"
+
+
+def in_words(steps: object) -> str:
+    """Return a schedule in words; empty if quantities have different schedules.
+
+    Example:
+        >>> in_words(50), in_words("1, 2, 4, ..., every 100"), in_words({"light": 10})
+        ('every 50 steps', 'at steps 1, 2, 4, ..., every 100', '')
+    """
+    if isinstance(steps, int):
+        return f"every {steps} steps" if steps > 1 else "at every step"
+    return f"at steps {steps}" if isinstance(steps, str) else ""
+
+
+def nothing_measured(steps: int, before: int, schedule: object, following: int) -> str:
+    """Return the lines that say that a training measured nothing.
+
+    Args:
+        steps: optimizer steps of this training.
+        before: steps of the trainings that it continues.
+        schedule: ``every_n_steps``.
+        following: the next step that would be measured; 0 if that is not known.
+
+    Example:
+        >>> print(nothing_measured(40, 150, "1, 2, 4, ..., every 100", 200))
+        spectral monitor: nothing was measured in 40 optimizer steps after
+          step 150 with every_n_steps='1, 2, 4, ..., every 100'; the next is step 200
+    """
+    count = f"{steps} optimizer steps" + (f" after step {before}" if before else "")
+    ending = f"; the next is step {following}" if following > before + steps else ""
+    return in_lines(f"spectral monitor: nothing was measured in {count} with every_n_steps={schedule!r}{ending}")
 
 
 def rendered(table: Table) -> str:

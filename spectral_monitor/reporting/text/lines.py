@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from textwrap import wrap
 
-MIN_TEXT_WIDTH = 14
+from spectral_monitor.messages import HARD_SPACE, lines_of
+
+MIN_TEXT_WIDTH = 18
 """Characters of the last column, at least, if it is text: other columns are left out for it, then it is wrapped."""
 NOT_MEASURED, NO_FEATURES = "not measured", "weights and updates are measured, features are not"
 """Heads of :func:`reason_lines`."""
@@ -14,6 +15,8 @@ NO_VALUE = "-"
 """In place of a number that is missing."""
 INDENT = "  "
 """In front of the continuation of a wrapped line."""
+GAP = "   "
+"""Between the parts of a line; a line ends between two parts, not inside one."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Table:
         legends = [column.legend for column in shown if column.legend]
         if legends and any(NO_VALUE in column.cells for column in shown):
             legends.append(f"{NO_VALUE}: no value")
-        left_out = [column.title for column in self.columns if column not in shown]
+        left_out = [column.title.replace(" ", HARD_SPACE) for column in self.columns if column not in shown]
         lines = [*legends[:1], *filter(None, ["; ".join(legends[1:])]), *self.foot]
         lines += [f"a wider table adds: {', '.join(left_out)}"] if left_out else []
         return [part for line in lines for part in folded_line(line, width)]
@@ -79,10 +82,13 @@ def that_fit(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
 
 
 def folded_line(text: str, width: int | None) -> list[str]:
-    """Return a line as several that fit a width, those after the first indented; words are not split."""
+    """Return a line as several that fit a width, those after the first indented; words and parts are not split."""
     if width is None or len(text) <= width:
-        return [text]
-    return wrap(text, width, subsequent_indent=INDENT, break_long_words=False, break_on_hyphens=False)
+        return [text.replace(HARD_SPACE, " ")]
+    parts = text.split(GAP)
+    if len(parts) > 1:
+        parts = [part.replace(" ", HARD_SPACE) if len(part) <= width - len(INDENT) else part for part in parts]
+    return lines_of(GAP.join(parts), width, later=text[: len(text) - len(text.lstrip())] + INDENT)
 
 
 def text_column(title: str, cells: Sequence[str], spare: int = 0) -> Column:
@@ -124,9 +130,7 @@ def aligned(columns: Sequence[Column], width: int | None = None) -> list[str]:
     last_cells = [[text] for text in (last.title, *last.cells)]
     if width is not None and others and last.text:
         remaining = max(width - sum(widths) - 2 * len(widths), MIN_TEXT_WIDTH)
-        last_cells = [
-            wrap(text, remaining, break_long_words=False, break_on_hyphens=False) or [""] for (text,) in last_cells
-        ]
+        last_cells = [lines_of(text, remaining, later="") or [""] for (text,) in last_cells]
     widths.append(max(len(line) for cell in last_cells for line in cell))
     lines = []
     for row, last_cell in enumerate(last_cells):

@@ -7,11 +7,13 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from textwrap import wrap
 
-from spectral_monitor.condition.verdict import Verdict, short
+from spectral_monitor.condition.verdict import Verdict, duration, short
 from spectral_monitor.measurement import Measurement
 from spectral_monitor.messages import joined
 from spectral_monitor.quantities import QUANTITIES
+from spectral_monitor.reporting.content.families import folded_names
 from spectral_monitor.reporting.content.headline import MAX_NAMES, following, headlines
+from spectral_monitor.reporting.content.labels import quantity_title
 from spectral_monitor.reporting.content.panels import PANELS
 from spectral_monitor.reporting.content.tally import named_by
 
@@ -39,7 +41,7 @@ def verdict_markdown(measurement: Measurement) -> str:
         >>> print(table)
         | layer | quantity | value | should be | for | likely cause, and what to do |
         |---|---|---|---|---|---|
-        | b\_ | update\_natural | 0.4 | 0.01 .. 0.16 | 40 steps | divide it by 10 |
+        | b\_ | update size | 0.4 | 0.01 .. 0.16 | 40 steps | divide it by 10 |
     """
     first, *others = headlines(measurement)
     parts = [f"**Step {measurement.step}: {escaped(first)}**", *map(escaped, others)]
@@ -100,8 +102,10 @@ def escaped(text: str) -> str:
 
 def _row(root: Verdict, measurement: Measurement) -> tuple[str, ...]:
     """Return the cells of a root verdict; a verdict without a quantity has no value."""
-    values = (root.quantity, short(root.value), root.should_be) if root.quantity else ("", "", "")
-    cells = (joined(named_by(root), MAX_NAMES) or "the whole network", *values, f"{root.steps} steps")
+    values = (quantity_title(root.quantity), short(root.value), root.should_be) if root.quantity else ("", "", "")
+    layers = named_by(root)
+    names = layers if len(layers) <= MAX_NAMES else folded_names(layers)
+    cells = (joined(names, MAX_NAMES) or "the whole network", *values, duration(root.steps))
     lines = [*wrap(root.sentence, LINE), *wrap(following(root, measurement), LINE)]
     return *map(escaped, cells), "<br>".join(map(escaped, lines))
 

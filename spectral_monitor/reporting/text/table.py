@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from spectral_monitor.measurement import NODE, LayerInfo, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.headline import headlines, lifted_line, root_lines
-from spectral_monitor.reporting.content.labels import role_name
+from spectral_monitor.reporting.content.labels import quantity_title, role_name
 from spectral_monitor.reporting.content.tally import tally
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, legend, limits, vs_typical
 from spectral_monitor.reporting.text.folding import Row, rows
 from spectral_monitor.reporting.text.gauge import gauge, scale
-from spectral_monitor.reporting.text.lines import NO_VALUE, Column, Table, printable, text_column
+from spectral_monitor.reporting.text.lines import GAP, NO_VALUE, Column, Table, printable, text_column
 
 if TYPE_CHECKING:
     from spectral_monitor.condition import Verdict
@@ -129,7 +129,7 @@ def _remark(row: Row, shown: Container[str]) -> str:
     verdict = row.verdict
     if verdict is None or not verdict.quantity or verdict.quantity in shown:
         return row.remark
-    return f"{verdict.quantity} {number(verdict.value)}: {row.remark}"
+    return f"{quantity_title(verdict.quantity)} {number(verdict.value)}: {row.remark}"
 
 
 def _shared(cells: set[str]) -> str:
@@ -149,7 +149,7 @@ def fans(info: LayerInfo) -> str:
 
 
 def summary_line(measurement: Measurement) -> str:
-    """Return the values of the whole network on one line, three spaces between them."""
+    """Return the values of the whole network on one line."""
     summary = {key: value for key, value in measurement.summary.items() if math.isfinite(value)}
     parts = []
     if "final_layer_alignment" in summary:
@@ -168,7 +168,7 @@ def summary_line(measurement: Measurement) -> str:
         parts.append(f"lr x {number_range(measurement.values['lr_multiplier'].tolist())}")
     if "overhead_ms" in summary:
         parts.append(f"took {summary['overhead_ms']:.0f} ms")
-    return "   ".join(parts)
+    return GAP.join(parts)
 
 
 def number(value: float) -> str:
