@@ -39,6 +39,7 @@ NAMED_BY = {
     "features_vanish": "features",
     "signal_vanishes": "features",
     "features_collapsed": "features",
+    "uncentered": "features",
     "faded": "schedule",
     "warmup": "schedule",
     "eval_mode": "modes",

@@ -168,7 +168,7 @@ ABOVE = [
     ("rates", 0, lambda x: is_off("rate", {"lr": {"b": HEALTHY["lr"] * x}})),
     ("rates", 0, lambda x: is_off("rate", {"lr": {"b": HEALTHY["lr"] / x}})),
     ("updates", 1, updates_of),
-    ("weights", 1, lambda x: is_off("weights", heavy(c=x))),
+    ("weights", 1, lambda x: is_off("weights", heavy(c=x, head=0.5))),
     ("embeddings", 1, lambda x: is_off("embedding", {"weight_natural": {"tok": x}})),
     ("exploding", 0, lambda x: is_off("exploding", {"update_ratio": {"b": x}})),
     ("exploding", 1, lambda x: is_off("grown", {"weight_natural": {"b": x}, "drift_ratio": {"b": 11.0}})),
@@ -193,7 +193,7 @@ ABOVE = [
 """Check, which of its numbers, and whether a value above that number is off."""
 BELOW = [
     ("updates", 0, updates_of),
-    ("weights", 0, lambda x: is_off("weights", heavy(c=x))),
+    ("weights", 0, lambda x: is_off("weights", heavy(c=x, head=0.5))),
     ("embeddings", 0, lambda x: is_off("embedding", {"weight_natural": {"tok": x}})),
     ("rounding", 0, rounded),
     (

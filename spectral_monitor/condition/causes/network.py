@@ -15,6 +15,7 @@ from spectral_monitor.condition.causes.outputs import (
     collapsed,
     too_small,
     too_small_to_differ,
+    uncentered,
     vanish,
 )
 from spectral_monitor.condition.causes.silent import forgotten, frozen
@@ -323,6 +324,7 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "features_vanish": lambda finding, network, history: vanish(finding, network),
     "signal_vanishes": lambda finding, network, history: too_small_to_differ(history.small_gain),
     "features_collapsed": lambda finding, network, history: collapsed(finding, network),
+    "uncentered": lambda finding, network, history: uncentered(finding, network),
     "eps": _eps,
     "momentum": _momentum,
     "ntk": _ntk,

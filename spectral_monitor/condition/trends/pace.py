@@ -48,8 +48,8 @@ class _Steps(NamedTuple):
 
     def grown(self, rows: Sequence[Row]) -> _Steps:
         """Return the larger of these and of the present steps of the layers."""
-        fastest = nanmax(row.get("update_ratio") * row.to_peak for row in rows)
-        natural = geometric_median(row.update * row.to_peak for row in rows)
+        fastest = nanmax(row.get("update_ratio") * row.to_settled for row in rows)
+        natural = geometric_median(row.update * row.to_settled for row in rows)
         return _Steps(nanmax((self.fastest, fastest)), nanmax((self.natural, natural)))
 
 
