@@ -18,14 +18,12 @@ UPDATE_LIMIT = 1.0
 """Largest update-to-weight ratio: steps as large as the matrix itself overwrite what earlier steps learned."""
 WEIGHT_BAND: Band = (1 / 30, 10.0)
 """Gain of the initial weights over the median gain; recipes initialize residual branches up to 14 times smaller."""
-READOUT_BAND, READOUT_GAIN = 5.0, 2.5
-"""The same for output layers, if these multiply features by more than the second. In healthy new networks it is at most
-1.5, and they multiply features by at most 1.4.
-"""
 SIZE_LIMIT, DRIFT_LIMIT = 100.0, 10.0
 """Largest natural norm of weights that have moved by more than ``DRIFT_LIMIT`` times their initial norm."""
 EMBEDDING_BAND: Band = (1 / 300, 30.0)
 """Root mean square of an embedding's largest row."""
+EMBEDDING_START = 10.0
+"""Largest one at the start of a new network; 4 if normal rows of size 1 have a single entry."""
 RATE_LIMIT = 7.0
 """A learning rate that differs from the others' by this factor is a finding, unless the difference is on purpose."""
 VECTOR_LIMIT, VECTOR_STEP = 30.0, 1.0
@@ -248,8 +246,6 @@ def _weights(network: Network, row: Row) -> Finding | None:
     low, high = WEIGHT_BAND
     if not ratio > 0 or (ratio < low and network.is_read(row)):
         return None
-    if row.info.role == "readout" and network.fresh and ratio * network.usual_gain(row) > READOUT_GAIN:
-        high = READOUT_BAND
     if row.info.role == "readout" or not network.fresh:  # many recipes begin readouts and added layers next to zero
         low = 0.0
     return Finding("weights", row.name, "weight_natural", value, value / ratio, (low, high))
@@ -262,4 +258,7 @@ def _embedding(network: Network, row: Row) -> Finding | None:
     size = network.initial_rows(row) if network.exploded else row.get("weight_natural")
     if size < EMBEDDING_BAND[0] and network.is_read(row):
         return None
-    return Finding("embedding", row.name, "weight_natural", size, 1.0, EMBEDDING_BAND, against="usual")
+    low, high = EMBEDDING_BAND
+    if network.fresh and network.initial_rows(row) > EMBEDDING_START:
+        high = EMBEDDING_START
+    return Finding("embedding", row.name, "weight_natural", size, 1.0, (low, high), against="usual")

@@ -37,6 +37,7 @@ NAMED_BY = {
     "sgd_rule": "rates",
     "ntk": "rates",
     "features_vanish": "features",
+    "head": "weights",
     "signal_vanishes": "features",
     "features_collapsed": "features",
     "uncentered": "features",

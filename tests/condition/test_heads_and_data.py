@@ -10,54 +10,67 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.condition import NETWORK, Judge, SpectralCondition
-from spectral_monitor.condition.findings import READOUT_BAND, READOUT_GAIN
 from spectral_monitor.condition.network import MIN_SPREAD
-from spectral_monitor.condition.trends.outputs import ROUNDING
-from tests.condition.synthetic import LAYERS, heavy, judged, measured, set_by, verdicts_on
+from spectral_monitor.condition.trends.outputs import HEAD_LIMIT, HEAD_OUTPUTS, ROUNDING
+from spectral_monitor.condition.verdict import Remedy
+from tests.condition.synthetic import LAYERS, judged, measured, set_by, verdicts_on
 from tests.condition.test_documented_limits import PAGE, is_off, numbers
 from tests.one_step import training_step
 
 DENSE = {name: info for name, info in LAYERS.items() if info.role != "embedding"}
 
 
-def heads(gain, others=1.0):
-    """A head and other layers that multiply features by these numbers."""
+def heads(gain, outputs=2.1, others=1.0):
+    """A head and other layers that multiply features by these numbers, and the size of the head's first outputs."""
     gains = {"a": others, "b": others, "c": others, "head": gain}
-    return {"weight_fro": {name: x * math.sqrt(LAYERS[name].fan_out) for name, x in gains.items()}}
+    weights = {name: x * math.sqrt(LAYERS[name].fan_out) for name, x in gains.items()}
+    return {"weight_fro": weights, "feature_rms": {"a": 1.0, "head": outputs}}
 
 
 @pytest.mark.parametrize(
-    ("gain", "others", "off"),
-    [
-        (5.05, 1.0, True),
-        (4.95, 1.0, False),
-        (2.55, 0.5, True),
-        (2.45, 0.4, False),  # it multiplies features by less, however small the others are
-        (0.9, 0.1, False),
-    ],
+    ("gain", "outputs", "off"),
+    [(5.05, 2.1, True), (4.95, 2.1, False), (9.0, 1.9, False), (9.0, math.nan, False)],
 )
-def test_a_head_that_begins_too_large_is_off_sooner_than_other_layers(gain, others, off):
-    assert is_off("weights", heads(gain, others)) == off
+def test_a_head_that_begins_too_large_is_off_if_its_outputs_are_too(gain, outputs, off):
+    assert is_off("head", heads(gain, outputs)) == off
+    assert not is_off("weights", heads(gain, outputs))
+
+
+def test_only_the_first_outputs_of_a_head_count():
+    assert not is_off("head", heads(9.0, 1.0), heads(9.0, 9.0))
+    assert is_off("head", heads(9.0, 9.0), heads(9.0, 1.0))
+    assert not is_off("head", heads(9.0, 9.0), start=100)
 
 
 def test_the_limits_of_heads_are_those_of_the_page():
-    line = next(
-        line for line in PAGE.splitlines() if "of an output layer that multiplies features by more than" in line
-    )
-    assert numbers(line) == [READOUT_GAIN, READOUT_BAND]
+    line = next(line for line in PAGE.splitlines() if "of an output layer whose first outputs" in line)
+    assert numbers(line) == [HEAD_OUTPUTS, HEAD_LIMIT]
 
 
 def test_only_heads_of_new_networks_have_the_stricter_limit():
-    assert not is_off("weights", heads(1.0) | {"weight_fro": {"c": 9 * 8.0, "head": math.sqrt(10)}})
-    trained = {name: 0.2 * value for name, value in heads(9.0)["weight_fro"].items()}
-    verdicts = verdicts_on(weight_natural=dict.fromkeys(LAYERS, 1.0), weight_fro=trained)
-    assert not verdicts
+    assert not is_off("head", heads(1.0, 9.0) | {"weight_fro": {"c": 9 * 8.0, "head": math.sqrt(10)}})
+    large = heads(9.0)
+    trained = large | {"weight_fro": {name: 0.2 * value for name, value in large["weight_fro"].items()}}
+    assert not verdicts_on(**trained)
+    assert [verdict.cause for verdict in verdicts_on(**large)] == ["readout_init"]
 
 
-def test_the_advice_is_to_divide_the_weights_of_the_head():
-    (verdict,) = verdicts_on(**heavy(head=3.2))  # its natural norm is 1, and the others' median gain is 1
+@pytest.mark.parametrize("gain", [9.0, 30.0])
+def test_the_advice_is_to_divide_the_weights_of_the_head(gain):
+    (verdict,) = verdicts_on(**heads(gain))
     assert (verdict.layer, verdict.cause) == ("head", "readout_init")
-    assert verdict.remedy.action == "scale_weights"
+    assert verdict.remedy == Remedy("scale_weights", ("head",), 1 / gain)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "off"), [((9.9,), False), ((10.1,), True), ((9.9, 29.0), False), ((20.0, 11.0), True)]
+)
+def test_an_embedding_of_a_new_network_may_not_begin_above_ten(sizes, off):
+    """It may grow to thirty."""
+    judge, verdicts = Judge(SpectralCondition()), ()
+    for step, size in enumerate((*sizes, *[sizes[-1]] * 100), 1):
+        verdicts = judge.judge(measured(step, weight_natural={"tok": size}))
+    assert [(verdict.layer, verdict.cause) for verdict in verdicts] == [("tok", "embedding_scale")] * off
 
 
 def spreads(**excess):
@@ -72,7 +85,7 @@ def spreads(**excess):
         (1.01 * MIN_SPREAD, False),
         (0.99 * MIN_SPREAD, True),
         (3e-6, True),  # a year among standardized columns
-        (0.0, False),  # one vector for all, such as a learned query
+        (3e-7, False),  # rounding of one vector for all, such as a learned query
         (math.nan, False),
     ],
 )

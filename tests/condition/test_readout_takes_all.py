@@ -162,7 +162,7 @@ def test_updates_like_those_of_lars_are_named_where_one_stands_out(size):
 
 
 def test_they_are_no_verdict_by_themselves():
-    assert not verdicts_on(20, settings=set_by("LARS"), condition={"ignore": ["weights"]}, **frobenius())
+    assert not verdicts_on(20, settings=set_by("LARS"), **frobenius())
 
 
 @pytest.mark.parametrize("size", [0.2, 20.0])

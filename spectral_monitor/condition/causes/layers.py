@@ -333,6 +333,7 @@ _BY_CHECK: dict[str, tuple[Explainer, ...]] = {
     "rounding": (_rounding,),
     "reference": (_theory, _rate, _frobenius, _heavy, _vanishing, _readout_width),
     "weights": (_heavy,),
+    "head": (_heavy,),
     "embedding": (_embedding, _embedding_grown),
     "decay": (_decay,),
     "logits_exploding": (_rate, _logits),

@@ -39,6 +39,10 @@ its way. They differ by at least 0.04 in healthy networks.
 """
 
 
+HEAD_LIMIT, HEAD_OUTPUTS = 5.0, 2.0
+"""Gain of an output layer's initial weights over the median gain, and RMS of its first outputs: both together are off.
+In healthy new networks they are at most 2.3 and 0.6. Strides of a transposed convolution make the first number larger.
+"""
 ROUNDING = 1e-6
 """A smaller spread between samples may be rounding: the inputs are one vector, such as a learned query."""
 
@@ -61,6 +65,7 @@ class OutputTrend(Memory):
         yield from self._growth(network)
         yield from self._features(network)
         yield from self._signal(network)
+        yield from self._heads(network)
         yield from self.targets(measurement, network)
 
     def _features(self, network: Network) -> Iterator[Finding]:
@@ -92,6 +97,14 @@ class OutputTrend(Memory):
         if self.smallest and network.fresh and not self.late:
             band = (FEATURE_LEAST, math.inf)
             yield Finding("features_vanish", NETWORK, "feature_rms", self.smallest, 1.0, band, 1.5, "usual")
+
+    def _heads(self, network: Network) -> Iterator[Finding]:
+        """Compare the initial weights of output layers whose first outputs were large with those of other layers."""
+        for row in network.peers:
+            large = row.info.role == "readout" and self.first.get(row.name, 0.0) > HEAD_OUTPUTS
+            if large and network.fresh and not self.late and (ratio := network.initial_gain(row)) > 0:
+                value = row.get("weight_natural")
+                yield Finding("head", row.name, "weight_natural", value, value / ratio, (0.0, HEAD_LIMIT))
 
     def _signal(self, network: Network) -> Iterator[Finding]:
         """Check that small initial weights leave enough of the difference between samples for the output layers.
