@@ -181,9 +181,8 @@ def _exploding(network: Network, row: Row) -> Finding | None:
     """Compare a step with the size of the weights."""
     if row.name in network.from_zero or row.gain < GAINS[0] or row.settings.sizes_own_steps:
         return None  # a matrix that began next to zero takes first steps as large as itself
-    is_adagrad = "adagrad" in row.settings.optimizer.lower()
-    if is_adagrad and network.is_early and not row.get("update_natural") > UPDATE_LIMIT:
-        return None  # the first step of Adagrad moves every entry by the whole rate, the next ones by less and less
+    if row.slows_down and network.is_early and not row.get("update_natural") > UPDATE_LIMIT:
+        return None
     band = (0.0, UPDATE_LIMIT)
     return Finding("exploding", row.name, "update_ratio", row.get("update_ratio"), 1.0, band, 4.0, "its size")
 

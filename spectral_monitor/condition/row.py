@@ -109,6 +109,11 @@ class Row:
         return math.sqrt(self.get("update_ratio") * self.update) * self.to_settled
 
     @property
+    def slows_down(self) -> bool:
+        """True if its steps shrink by themselves: the first one of Adagrad moves every entry by the whole rate."""
+        return "adagrad" in self.settings.optimizer.lower()
+
+    @property
     def is_trained(self) -> bool:
         """True if an optimizer trains it at a learning rate above 0."""
         return self.lr > 0 and not self.settings.frozen

@@ -152,3 +152,13 @@ def test_rmsprops_first_steps_promise_more_than_the_next_ones(part, off):
 def test_rmsprops_large_first_steps_do_not_hide_that_the_next_ones_are_small(size, off):
     causes = rmsprop((1, 2, 4, 8, 16, 32), update_ratio=size, update_natural=size)
     assert causes == ["rates_too_small"] * off
+
+
+@pytest.mark.parametrize(("size", "off"), [(0.02, True), (0.04, False)])
+def test_adagrads_large_first_steps_do_not_hide_that_the_next_ones_are_small(size, off):
+    """Each step is the first one over the root of their number."""
+    judge, verdicts = Judge(SpectralCondition()), ()
+    for step in (1, 2, 4, 8, 16, 32):
+        sizes = dict.fromkeys(LAYERS, size / math.sqrt(step))
+        verdicts = judge.judge(measured(step, update_ratio=sizes, update_natural=sizes), set_by("Adagrad"))
+    assert [verdict.cause for verdict in verdicts] == ["rates_too_small"] * off

@@ -162,7 +162,7 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     if sgd and (small := began_small("steps are small, because gradients pass through small weights", history.gain)):
         return small
     limit = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
-    normalized = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in rows)
+    normalized = all(row.settings.family == "adam" and not row.slows_down for row in rows)
     most = MOST if normalized else MOST_UNEVEN
     factor = min(most, float(f"{max(min(SLOWEST / finding.value, limit), 2.0):.1g}"))
     times = f"{factor:.0f} or more" if factor == most else f"about {factor:.0f}"
