@@ -22,6 +22,8 @@ SIZE_LIMIT, DRIFT_LIMIT = 100.0, 10.0
 """Largest natural norm of weights that have moved by more than ``DRIFT_LIMIT`` times their initial norm."""
 EMBEDDING_BAND: Band = (1 / 300, 30.0)
 """Root mean square of an embedding's largest row."""
+EMBEDDING_START = 10.0
+"""Largest one at the start of a new network; 4 if normal rows of size 1 have a single entry."""
 RATE_LIMIT = 7.0
 """A learning rate that differs from the others' by this factor is a finding, unless the difference is on purpose."""
 VECTOR_LIMIT, VECTOR_STEP = 30.0, 1.0
@@ -179,9 +181,8 @@ def _exploding(network: Network, row: Row) -> Finding | None:
     """Compare a step with the size of the weights."""
     if row.name in network.from_zero or row.gain < GAINS[0] or row.settings.sizes_own_steps:
         return None  # a matrix that began next to zero takes first steps as large as itself
-    is_adagrad = "adagrad" in row.settings.optimizer.lower()
-    if is_adagrad and network.is_early and not row.get("update_natural") > UPDATE_LIMIT:
-        return None  # the first step of Adagrad moves every entry by the whole rate, the next ones by less and less
+    if row.slows_down and network.is_early and not row.get("update_natural") > UPDATE_LIMIT:
+        return None
     band = (0.0, UPDATE_LIMIT)
     return Finding("exploding", row.name, "update_ratio", row.get("update_ratio"), 1.0, band, 4.0, "its size")
 
@@ -256,4 +257,7 @@ def _embedding(network: Network, row: Row) -> Finding | None:
     size = network.initial_rows(row) if network.exploded else row.get("weight_natural")
     if size < EMBEDDING_BAND[0] and network.is_read(row):
         return None
-    return Finding("embedding", row.name, "weight_natural", size, 1.0, EMBEDDING_BAND, against="usual")
+    low, high = EMBEDDING_BAND
+    if network.fresh and network.initial_rows(row) > EMBEDDING_START:
+        high = EMBEDDING_START
+    return Finding("embedding", row.name, "weight_natural", size, 1.0, (low, high), against="usual")

@@ -60,9 +60,9 @@ class Network:
     fresh: bool = True  # whether weights were drawn at random, not left by an earlier training
     new: frozenset[str] = frozenset()  # layers that were drawn at random although the network was not
     thawed: frozenset[str] = frozenset()  # layers that were frozen at an earlier measurement
-    # layer -> its largest update-to-weight ratio caused by a gradient so far, at the peak of its learning rate; 0
-    # before the first one
+    # layer -> its largest update-to-weight ratio caused by a gradient so far, at the rate's peak; 0 before the first
     largest_steps: Mapping[str, float] = field(default_factory=dict)
+    largest_paces: Mapping[str, float] = field(default_factory=dict)  # layer -> its largest `Row.pace` so far
     # layer -> gain of its weights over the usual one when first measured; for an embedding, the size of its largest row
     initial_sizes: Mapping[str, float] = field(default_factory=dict)
     loss: float = math.nan  # loss of the step; NaN if unknown

@@ -22,7 +22,7 @@ from spectral_monitor.condition.trends.losses import FEW_EDGES
 from spectral_monitor.condition.trends.pace import SETTLED
 from spectral_monitor.condition.trends.readout import ReadoutTrend
 from spectral_monitor.condition.whole_network import WholeNetwork
-from tests.condition.synthetic import HEALTHY, LAYERS, heavy, measured, set_by, verdicts_on
+from tests.condition.synthetic import HEALTHY, LAYERS, heavy, judged, measured, set_by, verdicts_on
 
 PAGE = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text()
 JUST = 2e-5
@@ -77,6 +77,12 @@ def lasting_share(share=0.99, count=9, steps=200):
         measurement = measured(step, summary={"readout_share": share})
         found = list(trend.findings(measurement, Network.read(measurement, columns(measurement))))
     return any(not finding.inside() for finding in found)
+
+
+def grown_embedding(size):
+    """Rows that began at 1 and have grown."""
+    judge, _ = judged([measured(step, weight_natural={"tok": x}) for step, x in enumerate((1.0, size), 1)])
+    return any(finding.check == "embedding" and not finding.inside() for finding in judge.findings)
 
 
 def collapsed(entropy=0.01, count=8):
@@ -169,7 +175,7 @@ ABOVE = [
     ("rates", 0, lambda x: is_off("rate", {"lr": {"b": HEALTHY["lr"] / x}})),
     ("updates", 1, updates_of),
     ("weights", 1, lambda x: is_off("weights", heavy(c=x))),
-    ("embeddings", 1, lambda x: is_off("embedding", {"weight_natural": {"tok": x}})),
+    ("embeddings", 1, grown_embedding),
     ("exploding", 0, lambda x: is_off("exploding", {"update_ratio": {"b": x}})),
     ("exploding", 1, lambda x: is_off("grown", {"weight_natural": {"b": x}, "drift_ratio": {"b": 11.0}})),
     ("diverged", 0, lambda x: is_off("diverged", {"weight_natural": {"b": x}})),

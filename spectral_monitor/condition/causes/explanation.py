@@ -32,7 +32,7 @@ CAUSES = {
         "learning rates, or factors in the forward pass, make the updates of hidden layers vanish with width"
     ),
     "eps": "Adam's eps is larger than the gradients",
-    "input_scale": "the inputs are far too large",
+    "input_scale": "the inputs are far too large, or hardly differ between samples",
     "target_scale": "the loss asks for outputs that are far larger than the network's initial outputs",
     "symmetric": "weights began as constants, so all units of a layer stay identical",
     "readout_init": "the output layer's weights are too large for its width",

@@ -15,6 +15,7 @@ from spectral_monitor.condition.causes.outputs import (
     collapsed,
     too_small,
     too_small_to_differ,
+    uncentered,
     vanish,
 )
 from spectral_monitor.condition.causes.silent import forgotten, frozen
@@ -161,7 +162,7 @@ def _too_small(finding: Finding, network: Network, history: History) -> Explanat
     if sgd and (small := began_small("steps are small, because gradients pass through small weights", history.gain)):
         return small
     limit = FASTEST / history.fastest if history.fastest else math.inf  # gates may hold back all other layers
-    normalized = all(row.settings.family == "adam" and "adagrad" not in row.settings.optimizer.lower() for row in rows)
+    normalized = all(row.settings.family == "adam" and not row.slows_down for row in rows)
     most = MOST if normalized else MOST_UNEVEN
     factor = min(most, float(f"{max(min(SLOWEST / finding.value, limit), 2.0):.1g}"))
     times = f"{factor:.0f} or more" if factor == most else f"about {factor:.0f}"
@@ -323,6 +324,7 @@ _EXPLAINERS: dict[str, Callable[[Finding, Network, History], Explanation]] = {
     "features_vanish": lambda finding, network, history: vanish(finding, network),
     "signal_vanishes": lambda finding, network, history: too_small_to_differ(history.small_gain),
     "features_collapsed": lambda finding, network, history: collapsed(finding, network),
+    "uncentered": lambda finding, network, history: uncentered(finding, network),
     "eps": _eps,
     "momentum": _momentum,
     "ntk": _ntk,

@@ -94,3 +94,14 @@ def collapsed(finding: Finding, network: Network) -> Explanation:
         "that are all alike",
         Remedy("check"),
     )
+
+
+def uncentered(finding: Finding, network: Network) -> Explanation:
+    """Explain by data whose mean is much larger than the differences between samples."""
+    return Explanation(
+        "input_scale",
+        f"the inputs of {network.peers[0].name} hardly differ between samples: their mean is about "
+        f"{short(1 / math.sqrt(finding.value))} times as large as the differences, which hides them; if they are data, "
+        "normalize each column to mean 0 and variance 1, else check what computes them",
+        Remedy("check"),
+    )

@@ -12,6 +12,7 @@ from spectral_monitor.condition.network import Network
 from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.trends.pace import SETTLED
 from spectral_monitor.condition.verdict import NETWORK
+from spectral_monitor.fitting.medians import nanmax
 from spectral_monitor.measurement import Measurement
 
 RACING = 0.35
@@ -131,7 +132,9 @@ class LossTrend(Memory):
         change, loss = (measurement.summary.get(key, math.nan) for key in ("loss_change_predicted", "loss"))
         self.signed |= loss < 0
         if loss > 0 and not math.isnan(change):
-            decrease = float(f"{-change / loss:.6g}")  # in few digits, to keep checkpoints small
+            # The first steps of RMSprop are larger than the next ones.
+            young = nanmax((1.0, *(row.settings.rectified for row in network.peers)))
+            decrease = float(f"{-change / loss / young:.6g}")  # in few digits, to keep checkpoints small
             self.promised = [*self.promised, decrease][-EDGES:]
         if len(self.promised) < EDGES or self.signed or len(network.parts) > 1:
             return

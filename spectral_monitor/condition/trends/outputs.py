@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from spectral_monitor.condition.findings import AT_ONCE, Finding
-from spectral_monitor.condition.network import Network
+from spectral_monitor.condition.network import MIN_SPREAD, Network
 from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.fitting.medians import geometric_median, nanmax
@@ -39,6 +39,14 @@ its way. They differ by at least 0.04 in healthy networks.
 """
 
 
+HEAD_LIMIT, HEAD_OUTPUTS = 5.0, 2.0
+"""Gain of an output layer's initial weights over the median gain, and RMS of its first outputs: both together are off.
+In healthy new networks they are at most 2.3 and 0.6. Strides of a transposed convolution make the first number larger.
+"""
+ROUNDING = 1e-6
+"""A smaller spread between samples may be rounding: the inputs are one vector, such as a learned query."""
+
+
 @dataclass
 class OutputTrend(Memory):
     """Remembers the size of the outputs of layers at the first measurement."""
@@ -47,6 +55,7 @@ class OutputTrend(Memory):
     smallest: float = 0.0  # of the outputs that leave the next matrix with small inputs; 0 if none is known
     late: bool = False  # whether training had gone on for a while before the first measurement
     distance: float = 0.0  # first known distance of the outputs from what the loss asks for; 0 if none is known
+    spread: float = 0.0  # of the data between samples at the first measurement; 0 if unknown or none
     large_outputs: str = ""  # first layer whose outputs were far too large at the first measurement; empty if none were
     # median gain of initial weights that were so small that outputs hardly differed; 0 if they were not
     small_gain: float = 0.0
@@ -56,6 +65,7 @@ class OutputTrend(Memory):
         yield from self._growth(network)
         yield from self._features(network)
         yield from self._signal(network)
+        yield from self._heads(network)
         yield from self.targets(measurement, network)
 
     def _features(self, network: Network) -> Iterator[Finding]:
@@ -70,9 +80,13 @@ class OutputTrend(Memory):
             hidden = [row.name for row in network.peers if row.info.role == "operator"]
             candidates = [row for row in rows if row.name in hidden[:1]] if self.late else rows
             self.small_gain = _lost_gain(network)
+            self.spread = _spread_of_data(network) if network.is_early else 0.0
             self.large_outputs = next((row.name for row in candidates if row.get("feature_rms") > FEATURE_LIMIT), "")
         if not self.first:
             return
+        if self.spread > ROUNDING and network.fresh:
+            band = (MIN_SPREAD, math.inf)
+            yield Finding("uncentered", NETWORK, "input_stable_rank", self.spread, 1.0, band, 1.5, "usual")
         layer = network.row(self.large_outputs)
         bias = network.vectors.get(f"{self.large_outputs}.bias")
         heavy = layer is not None and layer.gain > HEAVY  # weights or bias are then the cause, not inputs
@@ -83,6 +97,14 @@ class OutputTrend(Memory):
         if self.smallest and network.fresh and not self.late:
             band = (FEATURE_LEAST, math.inf)
             yield Finding("features_vanish", NETWORK, "feature_rms", self.smallest, 1.0, band, 1.5, "usual")
+
+    def _heads(self, network: Network) -> Iterator[Finding]:
+        """Compare the initial weights of output layers whose first outputs were large with those of other layers."""
+        for row in network.peers:
+            large = row.info.role == "readout" and self.first.get(row.name, 0.0) > HEAD_OUTPUTS
+            if large and network.fresh and not self.late and (ratio := network.initial_gain(row)) > 0:
+                value = row.get("weight_natural")
+                yield Finding("head", row.name, "weight_natural", value, value / ratio, (0.0, HEAD_LIMIT))
 
     def _signal(self, network: Network) -> Iterator[Finding]:
         """Check that small initial weights leave enough of the difference between samples for the output layers.
@@ -118,6 +140,13 @@ class OutputTrend(Memory):
         if not math.isnan(largest):
             limit = max(GROWN_LIMIT, GROWTH * max(self.first.values()))
             yield Finding("features_grow", NETWORK, "feature_rms", largest, limit, (0.0, 1.0), against="usual")
+
+
+def _spread_of_data(network: Network) -> float:
+    """Return the spread of the inputs of the first matrix, which are the data unless there are embeddings; else 0."""
+    if not network.peers or any(row.info.role == "embedding" for row in network.rows):
+        return 0.0
+    return float(f"{network.input_spreads.get(network.peers[0].name, 0.0):.4g}")
 
 
 def _spread_of_outputs(network: Network) -> float:

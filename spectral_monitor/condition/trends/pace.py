@@ -48,8 +48,8 @@ class _Steps(NamedTuple):
 
     def grown(self, rows: Sequence[Row]) -> _Steps:
         """Return the larger of these and of the present steps of the layers."""
-        fastest = nanmax(row.get("update_ratio") * row.to_peak for row in rows)
-        natural = geometric_median(row.update * row.to_peak for row in rows)
+        fastest = nanmax(row.get("update_ratio") * row.to_settled for row in rows)
+        natural = geometric_median(row.update * row.to_settled for row in rows)
         return _Steps(nanmax((self.fastest, fastest)), nanmax((self.natural, natural)))
 
 
@@ -94,7 +94,8 @@ class PaceTrend(Memory):
             return
         self.looked += 1
         for key, part in ({ALL: network} | network.parts).items():
-            self.steps[key] = self.steps.get(key, _Steps()).grown(_moving(part))
+            rows = [row for row in _moving(part) if network.step >= SETTLED or not row.slows_down]
+            self.steps[key] = self.steps.get(key, _Steps()).grown(rows)
         if network.step < SETTLED or self.looked < 4 or rises or not network.fresh or not self.steps[ALL].natural:
             return
         finding = replace(self._compare(ALL, network), layers=_of_one(network, _moving(network)))
