@@ -103,7 +103,6 @@ class Judge:
         self._fresh: bool | None = None
         self._new: frozenset[str] = frozenset()
         self._largest_steps: dict[str, float] = {}
-        self._largest_paces: dict[str, float] = {}
         self._initial_sizes: dict[str, float] = {}
 
     @property
@@ -161,8 +160,6 @@ class Judge:
         for row in network.rows:
             step, largest = row.get("update_ratio") * row.to_peak, self._largest_steps.get(row.name, 0.0)
             self._largest_steps[row.name] = step if step > largest and row.has_gradient else largest
-            if row.has_gradient and row.pace > self._largest_paces.get(row.name, 0.0):
-                self._largest_paces[row.name] = row.pace
             size = network.initial_gain(row) if row.dense else network.initial_rows(row)
             if size > 0:
                 self._initial_sizes.setdefault(row.name, size)
@@ -176,7 +173,6 @@ class Judge:
             new=self._new,
             thawed=frozenset(self._frozen - frozen),
             largest_steps=dict(self._largest_steps),
-            largest_paces=dict(self._largest_paces),
             initial_sizes=self._initial_sizes,
         )
 
@@ -304,7 +300,6 @@ class Judge:
             "new": sorted(self._new),
             **({"frozen": sorted(self._frozen)} if self._frozen else {}),
             "steps": dict(self._largest_steps),
-            "paces": dict(self._largest_paces),
             "began": dict(self._initial_sizes),
             "widths": [asdict(compared) for compared in self._comparisons],
             "told": sorted(map(list, self._announced)),
@@ -331,7 +326,6 @@ class Judge:
         self._fresh, self._new = state["fresh"], frozenset(state.get("new", ()))
         self._frozen = set(state.get("frozen", ()))
         self._largest_steps, self._initial_sizes = dict(state["steps"]), dict(state["began"])
-        self._largest_paces = dict(state.get("paces", {}))
         names = [field.name for field in fields(WidthComparison)]  # older states have more
         self._comparisons = [WidthComparison(**{name: saved[name] for name in names}) for saved in state["widths"]]
         self._announced = {(layer, code) for layer, code in state["told"]}

@@ -62,7 +62,6 @@ class Network:
     thawed: frozenset[str] = frozenset()  # layers that were frozen at an earlier measurement
     # layer -> its largest update-to-weight ratio caused by a gradient so far, at the rate's peak; 0 before the first
     largest_steps: Mapping[str, float] = field(default_factory=dict)
-    largest_paces: Mapping[str, float] = field(default_factory=dict)  # layer -> its largest `Row.pace` so far
     # layer -> gain of its weights over the usual one when first measured; for an embedding, the size of its largest row
     initial_sizes: Mapping[str, float] = field(default_factory=dict)
     loss: float = math.nan  # loss of the step; NaN if unknown

@@ -101,14 +101,6 @@ class Row:
         return self.to_peak / max(1.0, self.settings.rectified)
 
     @property
-    def pace(self) -> float:
-        """The geometric mean of its update's relative size and natural norm, at the peak of its learning rate.
-
-        Steps may be a large part of weights that began small, and then have an ordinary natural norm.
-        """
-        return math.sqrt(self.get("update_ratio") * self.update) * self.to_settled
-
-    @property
     def slows_down(self) -> bool:
         """True if its steps shrink by themselves: the first one of Adagrad moves every entry by the whole rate."""
         return "adagrad" in self.settings.optimizer.lower()

@@ -17,7 +17,7 @@ from spectral_monitor.condition.optimizers.left_out import OTHERS
 from spectral_monitor.condition.trends.losses import LossTrend
 from spectral_monitor.condition.trends.memory import Memory
 from spectral_monitor.condition.trends.movement import movement_of
-from spectral_monitor.condition.trends.outputs import ROUNDING, OutputTrend
+from spectral_monitor.condition.trends.outputs import OutputTrend
 from spectral_monitor.condition.trends.pace import SETTLED, PaceTrend
 from spectral_monitor.condition.verdict import NETWORK
 from spectral_monitor.fitting.medians import geometric_median, nanmax
@@ -108,7 +108,7 @@ class WholeNetwork(Memory):
         yield Finding("left_out", NETWORK, "update_natural", value, 1.0, NOT_ZERO, against=OTHERS)
         yield from self._frozen(network)
         yield from self._weights(network)
-        if not ROUNDING < self._outputs.spread < MIN_SPREAD:  # else that is the cause
+        if not self._outputs.spread:  # else that is the cause
             yield from _collapse(network)
         yield from self._pace.findings(network)
         yield from self._losses.findings(measurement, network, self._pace.pace)

@@ -30,10 +30,6 @@ HARDLY_MOVES = 2e-4
 """Relative update, at the peak of the schedule, below which a layer hardly moves; fine-tuning at 1e-5 has 5e-4."""
 NEW_HARDLY_MOVES = 2e-3
 """The same in a new network: a tenth of the least healthy step."""
-PACE, SLOW_PACE = 0.1, 0.02
-"""If one layer of a new network has a higher rate than the others, those are off whose pace (:attr:`Row.pace`) is
-further from the first number. Below the second they hardly move. In healthy networks the median layer has 0.02 to 0.4.
-"""
 OVERWRITES = 0.5
 """Relative update from which on steps are too large: twice the largest healthy one."""
 STILL = 0.1
@@ -109,17 +105,9 @@ def _at_usual_rate(row: Row, network: Network) -> list[Row]:
 def _why_others_are_off(row: Row, network: Network, large: bool) -> str:
     """Return why the rate of the others may be wrong instead, if this layer takes ordinary steps; else nothing."""
     own = network.largest_steps.get(row.name, math.nan)
-    others = _at_usual_rate(row, network)
-    pace = geometric_median(network.largest_steps.get(peer.name, math.nan) for peer in others)
+    pace = geometric_median(network.largest_steps.get(peer.name, math.nan) for peer in _at_usual_rate(row, network))
     least = NEW_HARDLY_MOVES if network.fresh else HARDLY_MOVES
     if large:
-        if network.fresh:
-            paces = network.largest_paces
-            own, pace = (
-                paces.get(row.name, math.nan),
-                geometric_median(paces.get(peer.name, math.nan) for peer in others),
-            )
-            return "they hardly move" if pace < SLOW_PACE and own * pace < PACE**2 else ""
         return "they hardly move" if pace < least and 0 < own < ORDINARY else ""
     return f"steps change them by {short(pace)} of their size" if pace > OVERWRITES and own > least else ""
 
@@ -235,10 +223,18 @@ def _vanishing(finding: Finding, row: Row, network: Network) -> Explanation | No
     drift, median = row.get("drift_ratio"), network.comparison.others("drift_ratio", row)
     if finding.ratio > 1 or not drift < STILL * median or row.name in network.late_layers:
         return None
+    symptom = f"it has moved by {short(drift)} of its size since the start, the others by {short(median)}"
+    gradient, eps, clip = row.gradient_entry, row.settings.eps, network.clip_factor
+    if gradient * clip < eps < gradient:
+        return Explanation(
+            "eps",
+            f"{symptom}: clipping makes gradients {short(1 / clip)} times smaller, and eps {eps:g} is larger than what "
+            "is left of its own: clip less",
+            Remedy("check", (row.name,)),
+        )
     return Explanation(
         "vanishing",
-        f"it has moved by {short(drift)} of its size since the start, the others by {short(median)}: hardly any "
-        "gradient arrives; check the layers after it",
+        f"{symptom}: hardly any gradient arrives; check the layers after it, and whether its inputs are tiny",
         Remedy("check", (row.name,)),
     )
 

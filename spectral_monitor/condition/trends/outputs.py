@@ -55,7 +55,8 @@ class OutputTrend(Memory):
     smallest: float = 0.0  # of the outputs that leave the next matrix with small inputs; 0 if none is known
     late: bool = False  # whether training had gone on for a while before the first measurement
     distance: float = 0.0  # first known distance of the outputs from what the loss asks for; 0 if none is known
-    spread: float = 0.0  # of the data between samples at the first measurement; 0 if unknown or none
+    # of the data between samples at the first measurement, if it was too small; 0 if it was not, or not known
+    spread: float = 0.0
     large_outputs: str = ""  # first layer whose outputs were far too large at the first measurement; empty if none were
     # median gain of initial weights that were so small that outputs hardly differed; 0 if they were not
     small_gain: float = 0.0
@@ -84,7 +85,7 @@ class OutputTrend(Memory):
             self.large_outputs = next((row.name for row in candidates if row.get("feature_rms") > FEATURE_LIMIT), "")
         if not self.first:
             return
-        if self.spread > ROUNDING and network.fresh:
+        if self.spread and network.fresh:
             band = (MIN_SPREAD, math.inf)
             yield Finding("uncentered", NETWORK, "input_stable_rank", self.spread, 1.0, band, 1.5, "usual")
         layer = network.row(self.large_outputs)
@@ -143,10 +144,11 @@ class OutputTrend(Memory):
 
 
 def _spread_of_data(network: Network) -> float:
-    """Return the spread of the inputs of the first matrix, which are the data unless there are embeddings; else 0."""
+    """Return the spread of data that hardly differ between samples; 0 if they differ, or are embedded."""
     if not network.peers or any(row.info.role == "embedding" for row in network.rows):
         return 0.0
-    return float(f"{network.input_spreads.get(network.peers[0].name, 0.0):.4g}")
+    spread = network.input_spreads.get(network.peers[0].name, 0.0)
+    return float(f"{spread:.4g}") if ROUNDING < spread < MIN_SPREAD else 0.0
 
 
 def _spread_of_outputs(network: Network) -> float:
