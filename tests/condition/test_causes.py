@@ -66,22 +66,40 @@ def told_of_rate(factor, size, **changed):
 @pytest.mark.parametrize(
     ("others", "own", "fro", "both"),
     [
-        (1.9e-3, 0.09, 8.0, True),
-        (2.1e-3, 0.09, 8.0, False),
+        (0.0049, 2.0, 8.0, True),
+        (0.0051, 1.9, 8.0, False),  # the others move
+        (0.0049, 2.1, 8.0, False),  # further above a usual pace than the others are below
         (1.9e-4, 0.09, 2.0, True),  # a network that was trained before takes smaller steps
         (2.1e-4, 0.09, 2.0, False),
-        (1e-5, 0.11, 8.0, False),
+        (1e-5, 0.11, 2.0, False),
         (math.nan, 0.09, 8.0, False),
         (1e-5, math.nan, 8.0, False),
     ],
 )
 def test_where_the_others_hardly_move_either_rate_may_be_wrong(others, own, fro, both):
-    ratios = dict.fromkeys(LAYERS, others) | {"b": own}
-    verdict = told_of_rate(1000.0, 1000.0, update_ratio=ratios, weight_fro=dict.fromkeys(LAYERS, fro))
+    """Each layer's relative update and its natural norm are the same number, which is then its pace."""
+    pace = dict.fromkeys(LAYERS, others) | {"b": own}
+    changed = {"update_ratio": pace, "weight_fro": dict.fromkeys(LAYERS, fro)}
+    if own > 0 < others:
+        changed["update_natural"] = pace
+    lr = dict.fromkeys(LAYERS, 0.01) | {"b": 10.0}
+    verdict = only_verdict(lr=lr, settings=set_by(lr=lr), **({"update_natural": {"b": 100.0}} | changed))
     assert verdict.sentence == "its learning rate is 10, that of the other layers 0.01" + (
         ", at which they hardly move: use one of the two for all layers" if both else ": use 0.01"
     )
     assert verdict.remedy == (None if both else Remedy("set_lr", ("b",), 0.01))
+
+
+def test_a_small_matrix_at_a_usual_pace_is_not_blamed_for_the_others():
+    """The first steps are a large part of weights that begin at 0.02, as in a GPT, of which the body is too slow."""
+    pace = {
+        "update_ratio": dict.fromkeys(LAYERS, 0.0075) | {"head": 0.6},
+        "update_natural": dict.fromkeys(LAYERS, 0.0026) | {"head": 0.2},
+    }
+    lr = dict.fromkeys(LAYERS, 0.01) | {"head": 0.3}
+    assert "hardly move" in only_verdict(lr=lr, settings=set_by(lr=lr), **pace).sentence
+    fast = {key: {name: 30 * value for name, value in values.items()} for key, values in pace.items()}
+    assert only_verdict(lr=lr, settings=set_by(lr=lr), **fast).remedy == Remedy("set_lr", ("head",), 0.01)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ HARDLY_MOVES = 2e-4
 """Relative update, at the peak of the schedule, below which a layer hardly moves; fine-tuning at 1e-5 has 5e-4."""
 NEW_HARDLY_MOVES = 2e-3
 """The same in a new network: a tenth of the least healthy step."""
+PACE, SLOW_PACE = 0.1, 0.005
+"""A usual pace of new layers, and one at which they hardly move; that of healthy networks is 0.01 to 0.4."""
 OVERWRITES = 0.5
 """Relative update from which on steps are too large: twice the largest healthy one."""
 STILL = 0.1
@@ -105,11 +107,21 @@ def _at_usual_rate(row: Row, network: Network) -> list[Row]:
 def _why_others_are_off(row: Row, network: Network, large: bool) -> str:
     """Return why the rate of the others may be wrong instead, if this layer takes ordinary steps; else nothing."""
     own = network.largest_steps.get(row.name, math.nan)
-    pace = geometric_median(network.largest_steps.get(peer.name, math.nan) for peer in _at_usual_rate(row, network))
+    others = _at_usual_rate(row, network)
+    pace = geometric_median(network.largest_steps.get(peer.name, math.nan) for peer in others)
     least = NEW_HARDLY_MOVES if network.fresh else HARDLY_MOVES
+    if large and network.fresh:
+        own, pace = _pace(row, network), geometric_median(_pace(peer, network) for peer in others)
+        return "they hardly move" if pace < SLOW_PACE and own * pace < PACE**2 else ""
     if large:
         return "they hardly move" if pace < least and 0 < own < ORDINARY else ""
     return f"steps change them by {short(pace)} of their size" if pace > OVERWRITES and own > least else ""
+
+
+def _pace(row: Row, network: Network) -> float:
+    """Return the root of the relative size times the natural norm of a layer's largest update; NaN if unknown."""
+    largest, ratio = network.largest_steps.get(row.name, math.nan), row.get("update_ratio")
+    return largest * math.sqrt(row.update / ratio) if ratio > 0 and row.update > 0 else math.nan
 
 
 def _size_if_similar(row: Row, network: Network) -> float:
