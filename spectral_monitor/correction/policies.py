@@ -79,8 +79,8 @@ NORMED = 2
 """With more matrices in a row that batch or group norms read, steps are multiplied by the root of this over the number.
 
 A norm keeps the size of outputs, but changes of all matrices still reach the last one. With 32 images in a batch the
-best sizes of convolutional networks with 2, 4, 8, 17 and 49 such matrices are 1/8, 1/16, 1/24, 1/32 and 1/64, with 128
-images twice as large for up to nine.
+best sizes of convolutional networks are 1/8 with 2 such matrices, 1/16 with 4, 1/16 to 1/32 with 8, 1/32 with 17 and
+1/64 with 49. With 128 images they are 1/8 with 4 and 1/16 with 8.
 """
 
 

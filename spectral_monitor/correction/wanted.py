@@ -69,7 +69,7 @@ class WantedUpdates:
         trained: layers whose weights an earlier training left.
         scales: number of rows -> the network's factor on embeddings with so many rows.
         data: watches for the size of the data.
-        depth: of the network between the inputs and a loss over classes; none for other losses.
+        depth: of the network; only post-norm branches count where the loss is not over classes.
         recurrent_readouts: readouts that read recurrent layers.
         relative: layer -> its learning rate over that of others, as the user has set them.
     """

@@ -106,15 +106,15 @@ def _at_usual_rate(row: Row, network: Network) -> list[Row]:
 
 def _why_others_are_off(row: Row, network: Network, large: bool) -> str:
     """Return why the rate of the others may be wrong instead, if this layer takes ordinary steps; else nothing."""
-    own = network.largest_steps.get(row.name, math.nan)
     others = _at_usual_rate(row, network)
-    pace = geometric_median(network.largest_steps.get(peer.name, math.nan) for peer in others)
-    least = NEW_HARDLY_MOVES if network.fresh else HARDLY_MOVES
     if large and network.fresh:
         own, pace = _pace(row, network), geometric_median(_pace(peer, network) for peer in others)
         return "they hardly move" if pace < SLOW_PACE and own * pace < PACE**2 else ""
+    own = network.largest_steps.get(row.name, math.nan)
+    pace = geometric_median(network.largest_steps.get(peer.name, math.nan) for peer in others)
     if large:
-        return "they hardly move" if pace < least and 0 < own < ORDINARY else ""
+        return "they hardly move" if pace < HARDLY_MOVES and 0 < own < ORDINARY else ""
+    least = NEW_HARDLY_MOVES if network.fresh else HARDLY_MOVES
     return f"steps change them by {short(pace)} of their size" if pace > OVERWRITES and own > least else ""
 
 
