@@ -47,9 +47,7 @@ def shortened(names: tuple[str, ...], length: int = MAX_NAME_LENGTH) -> dict[str
     Numbers that differ and the ``*`` of a family are kept first, then the most distinctive parts, then the end. Names
     that differ only in numbers, or in their last part, are cut in the same way. The order of the names does not matter.
 
-    Args:
-        names: of all layers that are shown.
-        length: characters of a result, at most; more only if two results would be equal.
+    ``length``: characters of a result, at most; more only if two results would be equal.
 
     Example:
         >>> names = ("head", *(f"bert.encoder.layer.{i}.attention.self.query" for i in range(12)))
@@ -145,7 +143,6 @@ def _shortened_family(family: Sequence[list[str]], prefixes: Counter[tuple[str, 
         family: the units of each name, equally many.
         prefixes: first units -> number of names that begin with them. The fewer of them a unit leaves, the more
             distinctive it is.
-        length: characters of a name, at most.
     """
     if all(len("".join(units)) <= length for units in family):
         return ["".join(units) for units in family]

@@ -140,8 +140,6 @@ class _Chart:
     """One quantity of some layers.
 
     Args:
-        key: the quantity.
-        history: its values.
         rows: indices of the layers that have a curve each.
         all_rows: indices of all layers of the chart, which families are made of.
         current: the measurement that tells which layers are off.

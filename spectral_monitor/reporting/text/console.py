@@ -38,9 +38,7 @@ def nothing_measured(steps: int, before: int, schedule: object, following: int) 
     """Return the lines that say that a training measured nothing.
 
     Args:
-        steps: optimizer steps of this training.
         before: steps of the trainings that it continues.
-        schedule: ``every_n_steps``.
         following: the next step that would be measured; 0 if that is not known.
 
     Example:
