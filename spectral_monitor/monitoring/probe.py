@@ -20,6 +20,7 @@ from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.layers import Anatomy
+from spectral_monitor.measurement import counted
 from spectral_monitor.messages import WarnOnce, in_lines
 from spectral_monitor.monitoring.reactions import OnVerdict
 from spectral_monitor.monitoring.resumable_run import ResumableRun
@@ -51,9 +52,9 @@ class SpectralProbe(ResumableRun):
             features after the step is NaN). Wrappers of Fabric, ``DistributedDataParallel`` and
             ``FullyShardedDataParallel`` will do.
         optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
-        every_n_steps, quantities, include, exclude, roles, blocks, heads, nodes, max_rows, replay_samples, tol,
-            drift_every, history, condition, correction, low_memory, max_overhead, on_verdict: as for
+        every_n_steps, quantities, include, exclude, roles, blocks, heads, nodes, max_rows, replay_samples, tol: as for
             :class:`~spectral_monitor.SpectralMonitor`.
+        drift_every, history, condition, correction, low_memory, max_overhead, on_verdict: as there.
         mode: as there; ``"correct"`` corrects the learning rates of steps inside ``probe.step()``.
         sinks: receive every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`;
             :meth:`close` closes them when training is over.
@@ -307,4 +308,4 @@ class SpectralProbe(ResumableRun):
         self._sinks.close()
 
     def __repr__(self) -> str:
-        return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
+        return f"SpectralProbe({counted(self.anatomy.infos)}, steps={self.steps})"

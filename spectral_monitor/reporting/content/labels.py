@@ -40,6 +40,17 @@ def quantity_title(key: str) -> str:
     return QUANTITIES[key].title or key if key in QUANTITIES else key.replace("_", " ")
 
 
+def titles_of(key: str) -> list[str]:
+    """Return the title of a quantity's chart and, as a line below it, the key and the unit; the latter if it has none.
+
+    Example:
+        >>> titles_of("weight_natural"), titles_of("weight_norm")
+        (['weight size', 'weight_natural, RMS / RMS'], ['weight_norm, output / input'])
+    """
+    entry = QUANTITIES[key]
+    return [entry.title, entry.counted_in] if entry.title else [entry.counted_in]
+
+
 @lru_cache(maxsize=8)  # the layers are the same in every picture
 def shortened(names: tuple[str, ...], length: int = MAX_NAME_LENGTH) -> dict[str, str]:
     """Return name -> the name, or the parts that distinguish it from the others; no two results are equal.
