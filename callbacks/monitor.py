@@ -72,7 +72,8 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
             or a list of keys; only requested quantities cost time.
-        include, exclude: fnmatch patterns on module or layer names; only these, or all but these, are measured.
+        include: fnmatch patterns on module or layer names; only these are measured.
+        exclude: fnmatch patterns on module or layer names; these are not measured.
         roles: pattern -> ``"hidden"``, ``"embedding"``, ``"output"``, ``"vector"`` or ``"ignore"``, where the
             guess in the role table, printed at the start, is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
