@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from spectral_monitor.parametrization.param_groups import is_number
+from spectral_monitor.arguments import is_number
 from spectral_monitor.suggestions import helpful_settings
 
 Policy = Literal["target", "balance", "reference", "fsc"]
@@ -114,12 +114,10 @@ class LRCorrection:
         """Check that the saved state of a corrector has this policy and size, and these layers.
 
         Raises:
-            ValueError: it does not, or is of an earlier version.
+            ValueError: it does not.
         """
         if state["policy"] != self.policy:
             raise ValueError(f"the saved multipliers belong to policy {state['policy']!r}, not {self.policy!r}")
-        if "units" not in state:
-            raise ValueError("the saved multipliers were written by an earlier version")
         if state["size"] != self.size:
             raise ValueError(f"the saved multipliers belong to size {state['size']!r}, not {self.size!r}")
         if set(state["units"]) != set(layers):
