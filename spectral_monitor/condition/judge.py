@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -119,6 +119,7 @@ class Judge:
         """Return the verdicts at the next measurement, roots first, the worst first.
 
         Args:
+            measurement: the next measurement.
             settings: layer -> its optimizer's settings at that step.
             forgotten: parameters other than matrices that get gradients but that no optimizer holds.
 
@@ -297,12 +298,16 @@ class Judge:
             "known": {key: dict(column) for key, column in self._columns.items()},
             "fresh": self._fresh,
             "new": sorted(self._new),
-            "frozen": sorted(self._frozen),
+            **({"frozen": sorted(self._frozen)} if self._frozen else {}),
             "steps": dict(self._largest_steps),
             "began": dict(self._initial_sizes),
             "widths": [asdict(compared) for compared in self._comparisons],
             "told": sorted(map(list, self._announced)),
-            "last_told": sorted([*key, step] for key, step in self._last_began.items()),
+            **(
+                {"last_told": sorted([*key, step] for key, step in self._last_began.items())}
+                if self._last_began
+                else {}
+            ),
             "startup": self._zero_start.state_dict(),
             "whole": self._whole_network.state_dict(),
             **{name: trend.state_dict() for name, trend in self._trends.items()},
@@ -318,16 +323,17 @@ class Judge:
             raise ValueError(f"the judge's state has version {state.get('version')!r}, this one reads {VERSION}")
         self._records = {(layer, check): _Record(**record) for layer, check, record in state["records"]}
         self._columns = {key: dict(column) for key, column in state["known"].items()}
-        self._fresh, self._new = state["fresh"], frozenset(state["new"])
-        self._frozen = set(state["frozen"])
+        self._fresh, self._new = state["fresh"], frozenset(state.get("new", ()))
+        self._frozen = set(state.get("frozen", ()))
         self._largest_steps, self._initial_sizes = dict(state["steps"]), dict(state["began"])
-        self._comparisons = [WidthComparison(**saved) for saved in state["widths"]]
+        names = [field.name for field in fields(WidthComparison)]  # older states have more
+        self._comparisons = [WidthComparison(**{name: saved[name] for name in names}) for saved in state["widths"]]
         self._announced = {(layer, code) for layer, code in state["told"]}
-        self._last_began = {(layer, code): int(step) for layer, code, step in state["last_told"]}
+        self._last_began = {(layer, code): int(step) for layer, code, step in state.get("last_told", ())}
         self._zero_start.load_state_dict(state["startup"])
         self._whole_network.load_state_dict(state["whole"])
         for name, trend in self._trends.items():
-            trend.load_state_dict(state[name])
+            trend.load_state_dict(state.get(name, {}))
 
 
 def _measured(measurement: Measurement) -> frozenset[str]:

@@ -193,7 +193,11 @@ class Corrector:
         return {p: factor for parameters, factor in pairs for p in parameters}
 
     def code(self, names: Iterable[tuple[str, nn.Parameter]]) -> str:
-        """Return Python code that makes the optimizers with the corrected learning rates, as they are at the peak."""
+        """Return Python code that makes the optimizers with the corrected learning rates, as they are at the peak.
+
+        Args:
+            names: of the network's parameters.
+        """
         peaks: dict[nn.Parameter, float] = {}
         rates: dict[nn.Parameter, float] = {}
         for group in self._groups():
@@ -241,7 +245,10 @@ class Corrector:
         small to be read, its multiplier grows step by step until it can be. A measurement without all the quantities
         that the policy needs changes nothing.
 
-        ``uphill``: whether it has no ``edge`` because the step went uphill.
+        Args:
+            measurement: the newest one.
+            settings: layer -> its optimizer's settings at that measurement.
+            uphill: whether it has no ``edge`` because the step went uphill.
         """
         if self.correction.of_peak and "edge" in measurement.summary:
             self.step_length.see(measurement.step, measurement.summary["edge"], uphill)
@@ -325,13 +332,13 @@ class Corrector:
         """Go on from what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: the state has other layers, or another policy or size.
+            ValueError: the state has other layers, another policy or size, or is of an earlier version.
         """
         names = [layer.info.name for layer in self._leaders]
         self.correction.check_saved(state, names)
         self._multipliers = [Multiplier.loaded(state["units"][name], name in state["limited"]) for name in names]
-        self._clip.load_state_dict(state["clip"])
-        self.step_length.load_state_dict(state["step_length"])
+        self._clip.load_state_dict(state.get("clip", {}))
+        self.step_length.load_state_dict(state.get("step_length", {}))
         self.wanted.load_state_dict(state)
         self._began_training = True
         for layer in self._layers:

@@ -114,10 +114,12 @@ class LRCorrection:
         """Check that the saved state of a corrector has this policy and size, and these layers.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it does not, or is of an earlier version.
         """
         if state["policy"] != self.policy:
             raise ValueError(f"the saved multipliers belong to policy {state['policy']!r}, not {self.policy!r}")
+        if "units" not in state:
+            raise ValueError("the saved multipliers were written by an earlier version")
         if state["size"] != self.size:
             raise ValueError(f"the saved multipliers belong to size {state['size']!r}, not {self.size!r}")
         if set(state["units"]) != set(layers):

@@ -180,8 +180,8 @@ class StepLength:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self.factor, self.given_up = float(state["factor"]), bool(state["given_up"])
-        self._curvatures = [float(edge) for edge in state["curvatures"]]
-        self._next, self._fruitless = int(state["next"]), int(state["fruitless"])
-        self.probing, self._probed = bool(state["probing"]), bool(state["probed"])
+        """Go on from a state; begin afresh if the earlier run had none."""
+        self.factor, self.given_up = float(state.get("factor", 1.0)), bool(state.get("given_up", False))
+        self._curvatures = [float(edge) for edge in state.get("curvatures", ())]
+        self._next, self._fruitless = int(state.get("next", 1)), int(state.get("fruitless", 0))
+        self.probing, self._probed = bool(state.get("probing", False)), bool(state.get("probed", False))

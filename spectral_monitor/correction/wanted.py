@@ -254,6 +254,7 @@ class WantedUpdates:
         """Return the wanted updates over the learning rate before its multiplier; NaN where one is left alone.
 
         Args:
+            measurement: the newest one.
             leaders: the layers that the multipliers belong to.
             multipliers: of them.
             sizes: of their updates, or their contributions.
@@ -324,19 +325,19 @@ class WantedUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        return {
-            "began": dict(self.began),
-            "relative": dict(self.relative),
-            "trained": sorted(self.trained),
-            "input_rms": self.input_rms,
-            "recurrent_readouts": sorted(self.recurrent_readouts),
-            "depth": list(self.depth if self.depth_factor < 1 else Depth()),
-        }
+        state: dict[str, Any] = {"began": dict(self.began), "relative": dict(self.relative)}
+        if self.trained:
+            state["trained"] = sorted(self.trained)
+        if self.input_rms < 1:
+            state["input_rms"] = self.input_rms
+        if self.recurrent_readouts:
+            state["recurrent_readouts"] = sorted(self.recurrent_readouts)
+        return state | ({"depth": list(self.depth)} if self.depth_factor < 1 else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self.began, self.trained = dict(state["began"]), set(state["trained"])
-        self.depth, self._uneven = Depth(*state["depth"]), self._began_uneven()
-        self.relative = dict(state["relative"])
-        self.recurrent_readouts = set(state["recurrent_readouts"])
-        self.data.rms = float(state["input_rms"])
+        self.began, self.trained = dict(state["began"]), set(state.get("trained", ()))
+        self.depth, self._uneven = Depth(*state.get("depth", ())), self._began_uneven()
+        self.relative = dict(state.get("relative", self.relative))
+        self.recurrent_readouts = set(state.get("recurrent_readouts", ()))
+        self.data.rms = float(state.get("input_rms", 1.0))

@@ -54,7 +54,9 @@ def min_spacing(steps: Sequence[MeasuredStep], measured: int, plain: float, shar
 
     Args:
         steps: all measured steps up to the first one after the warm-up, later the last one only.
+        measured: the number of measured steps.
         plain: seconds of an unmeasured step; 0 if unknown.
+        share: of training time that measuring may take.
 
     Example:
         >>> min_spacing([MeasuredStep(700, 1.5, 0.2)], 9, 1.0, 0.01)
@@ -186,6 +188,7 @@ class Budget:
         """Note that a step was measured, or at least took the time.
 
         Args:
+            step: its number.
             own: seconds that the monitor itself has counted.
             agreed: :attr:`wait` of rank 0, if there are several processes.
         """
@@ -218,4 +221,4 @@ class Budget:
         self._reported = float(state["said"])
         self._skipped = frozenset(state["passed"]) & frozenset(keys)
         self._step = self._began = None
-        self._last = state["last"]
+        self._last = state.get("last")

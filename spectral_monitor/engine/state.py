@@ -212,13 +212,14 @@ class EngineState:
             message = f"feature_drift is counted from here (the probe batch could not be kept: {no_probe})"
             restarts += [message] if no_probe else []
         self.measured, self.drifts, self.skipped_updates = measured, drifts, skipped
-        self.comparisons = int(state["comparisons"])
+        self.comparisons = int(state.get("comparisons", 0))
         if self.budget is not None and state["budget"] is not None:
             self.budget.load_state_dict(state["budget"], self.settings.keys)
-        if [*state["layers"], *state["nodes"]] == layer_list(self.layers):  # the same indices of layers
-            self.features.replays.subset.load_state_dict(state["slices"])
+        if [*state["layers"], *state.get("nodes", ())] == layer_list(self.layers):  # the same indices of layers
+            self.features.replays.subset.load_state_dict(state.get("slices"))
         self.features.capture.lasting = lasting
-        self.correct_roles(self.features.readouts.load_state_dict(state["roles"]))
+        if "roles" in state:
+            self.correct_roles(self.features.readouts.load_state_dict(state["roles"]))
         parameters = {} if tensors is None else dict(tensors.get("parameters", {}))
         if start is None:
             self.start(step)

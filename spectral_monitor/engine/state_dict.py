@@ -152,7 +152,8 @@ def unpack_probe(packed: dict[str, Any], layers: Sequence[Layer], revive: Revive
     outputs: Outputs = {
         indices[name]: [
             CallRows(None if index is None else index.to(device), h, None, count, pool, replayed)
-            for index, h, replayed, count, pool in calls
+            # Earlier versions did not save the last two.
+            for index, h, replayed, count, pool in ((*call, call[2], call[2])[:5] for call in calls)
         ]
         for name, calls in packed["outputs"].items()
         if name in indices  # nodes may differ

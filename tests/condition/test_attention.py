@@ -74,3 +74,7 @@ def test_it_goes_on_from_its_state():
     told("attention_entropy_lowest", [0.01] * 7, first)
     second.load_state_dict(first.state_dict())
     assert "attention_collapsed" in told("attention_entropy_lowest", [0.01], second)[-1]
+    old = first.state_dict()
+    del old["attention"]  # of a judge that knew no attention
+    second.load_state_dict(old)
+    assert "attention_collapsed" not in told("attention_entropy_lowest", [0.01], second)[-1]

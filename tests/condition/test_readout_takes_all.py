@@ -93,8 +93,12 @@ def test_another_cause_comes_first():
 def test_it_goes_on_from_its_state():
     first, second = Judge(SpectralCondition()), Judge(SpectralCondition())
     told([0.97] * 7, judge=first)
-    second.load_state_dict(first.state_dict())
+    state = first.state_dict()
+    second.load_state_dict(state)
     assert told([0.97], judge=second, first=8)[-1]
+    del state["readout"]  # of a judge that knew no shares
+    second.load_state_dict(state)
+    assert not told([0.97], judge=second, first=8)[-1]
 
 
 def train(hidden, readout, steps=10):

@@ -254,6 +254,8 @@ def test_it_goes_on_from_its_state():
     for step, edge in enumerate(edges[4:], 5):
         resumed.see(step, edge)
     assert resumed.state_dict() == whole.state_dict()
+    resumed.load_state_dict({})
+    assert resumed.state_dict() == StepLength().state_dict(), "a checkpoint of before had none"
 
 
 class Sine(nn.Module):

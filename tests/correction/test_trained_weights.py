@@ -138,3 +138,6 @@ def test_a_resumed_run_knows_them():
     assert not fresh.wanted.trained
     fresh.load_state_dict(state)
     assert fresh.wanted.trained == set(state["trained"])
+    del state["trained"]
+    fresh.load_state_dict(state)
+    assert not fresh.wanted.trained, "a run of before went by new weights, and goes on so"

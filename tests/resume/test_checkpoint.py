@@ -35,7 +35,7 @@ def test_the_state_is_plain_and_small(tmp_path):
     _, path = saved(tmp_path)
     state = state_in(path)
     assert plain(state)
-    assert len(json.dumps(state)) < 1800
+    assert len(json.dumps(state)) < 1700
     assert state["layers"][0] == ["net.0", [16, 8]]
     assert (state["measured"], state["skipped_updates"], state["start_step"]) == (3, 0, 0)
     assert (tmp_path / state["file"]["names"][0]).is_file()

@@ -122,7 +122,8 @@ class PaceTrend(Memory):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         super().load_state_dict(state)
-        self.steps = {int(key): _Steps(*map(float, steps)) for key, *steps in state["steps"]}
+        saved = state.get("steps") or [[ALL, self.fastest, state.get("natural", 0.0)]]  # the latter in older versions
+        self.steps = {int(key): _Steps(*map(float, steps)) for key, *steps in saved}
 
 
 def _grown_layers(network: Network) -> list[Row]:

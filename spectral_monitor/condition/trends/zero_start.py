@@ -92,17 +92,13 @@ class ZeroStartGate:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain types."""
-        return {
-            "growing": dict(self._growing),
-            "from_zero": sorted(self.from_zero),
-            "looked": self._looked,
-            "late": sorted(self.late_layers),
-        }
+        late = {"late": sorted(self.late_layers)} if self.late_layers else {}
+        return {"growing": dict(self._growing), "from_zero": sorted(self.from_zero), "looked": self._looked, **late}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._growing, self.from_zero = dict(state["growing"]), set(state["from_zero"])
-        self.late_layers = set(state["late"])
+        self.late_layers = set(state.get("late", ()))
         self._looked = int(state["looked"])
 
 

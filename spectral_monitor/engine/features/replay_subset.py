@@ -94,7 +94,10 @@ class ReplaySubset:
     ) -> tuple[int, str]:
         """Return whether the first samples are enough for a forward, and why they never will be, if that is new.
 
-        ``draws``: whether it draws random numbers, the same ones when it is run again after the step.
+        Args:
+            replayable: the forward, if it can be run again.
+            calls: its calls of each layer.
+            draws: whether it draws random numbers, the same ones when it is run again after the step.
         """
         if self.automatic and self._samples is None and replayable is not None:
             self._samples = _enough(replayable, calls)
@@ -215,7 +218,7 @@ class ReplaySubset:
         return {
             "samples": self._requested,
             "count": self._samples,
-            "doubts": self._errors,
+            **({"doubts": self._errors} if self._errors else {}),
             "off": self.disabled,
             "values": [[form, values] for form, values in self._values.items()],
             "known": [[*key, sorted(map(list, common))] for key, common in self._tested.items()],
@@ -226,8 +229,8 @@ class ReplaySubset:
         """Continue from the :meth:`state_dict` of a model with the same layers, if it requested as many samples."""
         if state is None or state["samples"] != self._requested:
             return
-        self._samples = state["count"]
-        self._errors = [float(error) for error in state["doubts"]]
+        self._samples = state.get("count", self._samples)
+        self._errors = [float(error) for error in state.get("doubts", ())]
         self.disabled = bool(state["off"])
         self._earlier_failure = BEFORE if self.disabled else ""
         self._values = {form: list(values) for form, values in state["values"]}
