@@ -25,7 +25,7 @@ def limit_sentences(run: Sequence[Measurement], limit: Sequence[Measurement]) ->
         >>> def at(value):
         ...     return [Measurement(5, layers, {"feature_change": torch.tensor([value])}, {})]
         >>> limit_sentences(at(0.96), at(1.0))
-        ['At step 5 within 4 % of the limit of infinite width: change of the outputs by a step.']
+        ['At step 5 the change of the outputs by a step is within 4 % of its limit of infinite width.']
     """
     at_infinity = {measurement.step: measurement for measurement in limit}
     pairs = [(measurement, at_infinity[measurement.step]) for measurement in run if measurement.step in at_infinity]
@@ -35,8 +35,8 @@ def limit_sentences(run: Sequence[Measurement], limit: Sequence[Measurement]) ->
             distances = list(_distances(measurement, infinite, key))
             if distances:
                 percent = math.ceil(100 * max(distances) - 1e-3)
-                where = f"At step {measurement.step} within {percent} % of the limit of infinite width"
-                sentences.append(f"{where}: {quantity_title(key)}.")
+                what = f"At step {measurement.step} the {quantity_title(key)}"
+                sentences.append(f"{what} is within {percent} % of its limit of infinite width.")
                 break
     return sentences
 
