@@ -76,4 +76,4 @@ def row_products(a: Tensor, b: Tensor) -> Tensor:
     rows = max(1, at_once(a, CHUNK) // max(a.shape[-1], 1))
     if a.ndim > 1 and len(a) > rows:
         return torch.cat([row_products(*parts) for parts in zip(a.split(rows), b.split(rows), strict=True)])
-    return (a.double() * b.double()).sum(-1)
+    return a.to(torch.float64, copy=True).mul_(b).sum(-1)
