@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from spectral_monitor.arguments import is_integer
-
 ATTENTION = "query, key and value"
 
 _PER_HEAD = frozenset(
@@ -115,7 +113,7 @@ def number(owner: object, *names: str) -> int:
                 value = getattr(holder, name, None)
             except Exception:  # some configs refuse attributes that may differ between layers
                 continue
-            if is_integer(value, 1):
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return 0
 

@@ -184,7 +184,9 @@ class KrylovSpace:
         vector shorter than ``|G|``. Its probability is at most ``(n/2)^(b/2) / Gamma(b/2 + 1) |G|^b``. (For b = 1:
         Hochstenbach 2013.)
 
-        ``T``: from :meth:`projected`.
+        Args:
+            T: from :meth:`projected`.
+            tol: relative tolerance.
         """
         b, end = BLOCK, T.shape[2]
         square = torch.linalg.eigvalsh(T[:, :end])[:, -1].clamp(min=TINY)  # reads the lower triangle
