@@ -77,7 +77,9 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     if not best:
         return ()
     counts = Counter(case.explanation.code for case in best.values())
-    shared = {code for code in AS_ONE if counts[code] >= MIN_LAYERS_AS_ONE}
+    # Cases of the network have their cause as key; parameters may be left out for several reasons.
+    of_network = best.keys() - {"left_out"}
+    shared = {code for code in AS_ONE if counts[code] >= MIN_LAYERS_AS_ONE or code in of_network}
     # Updates too small for the precision of weights make nothing diverge.
     first = min(rank(code) for code in counts if not (code == "rounding" and "diverged" in counts))
     groups: dict[object, list[Case]] = defaultdict(list)

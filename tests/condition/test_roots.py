@@ -126,6 +126,13 @@ def test_layers_that_are_left_out_for_one_reason_are_one_root():
     assert set(tree(held, frozen)[0]) == {("b", "left_out"), ("c", "left_out")}
 
 
+def test_weights_of_the_whole_network_cover_a_layer_with_the_same_cause():
+    roots, _ = tree(case(NETWORK, "weights_too_small", 2), case("head", "weights_too_small", 9))
+    assert set(roots) == {(NETWORK, "weights_too_small")}
+    roots, _ = tree(case(NETWORK, "left_out"), replace(case("b", "left_out"), explanation=Explanation("left_out", "b")))
+    assert len(roots) == 2, "biases in no optimizer and a frozen matrix are two faults"
+
+
 def test_lost_updates_explain_no_divergence():
     roots, rest = tree(case(NETWORK, "diverged"), case("b", "rounding", 99))
     assert (set(roots), rest) == ({(NETWORK, "diverged")}, {("b", "rounding"): NETWORK})
