@@ -77,8 +77,11 @@ def verdicts(cases: Sequence[Case], network: Network) -> tuple[Verdict, ...]:
     if not best:
         return ()
     counts = Counter(case.explanation.code for case in best.values())
-    shared = {code for code in AS_ONE if counts[code] >= MIN_LAYERS_AS_ONE}
-    first = min(map(rank, counts))
+    # Cases of the network have their cause as key; parameters may be left out for several reasons.
+    of_network = best.keys() - {"left_out"}
+    shared = {code for code in AS_ONE if counts[code] >= MIN_LAYERS_AS_ONE or code in of_network}
+    # Updates too small for the precision of weights make nothing diverge.
+    first = min(rank(code) for code in counts if not (code == "rounding" and "diverged" in counts))
     groups: dict[object, list[Case]] = defaultdict(list)
     followers: list[Case] = []
     few_dead = sum(counts[code] for code in DEAD | CUT_OFF) <= MAX_DEAD_SHARE * len(network.rows)
@@ -119,7 +122,7 @@ def _order(case: Case) -> tuple[int, float, str]:
 def _group(case: Case, network: Network, shared: set[str]) -> object:
     """Return the key of the root that a case belongs to: its cause, and the parameter group or layer.
 
-    Causes in ``shared`` make a single root.
+    Causes in ``shared`` make a single root, and so do layers that are left out for the same reason.
     """
     code, name = case.explanation.code, case.finding.layer
     row = network.parameter(name)
@@ -127,7 +130,7 @@ def _group(case: Case, network: Network, shared: set[str]) -> object:
         return code, row.settings.group
     if code in shared or code in DEAD | CUT_OFF:
         return code
-    return code, name
+    return code, case.explanation.sentence if code == "left_out" else name
 
 
 def _root(cases: Sequence[Case], network: Network) -> Verdict:

@@ -370,6 +370,19 @@ def test_readouts_update_too_large_for_its_width():
     assert verdicts_on(9, update_natural={"head": 3.0}, settings=ADAM)
 
 
+@pytest.mark.parametrize(("size", "cause"), [(0.4, "weights_too_small"), (1.2, "readout_width")])
+def test_a_readout_stands_out_where_gradients_of_the_others_pass_through_small_weights(size, cause):
+    """Weights of Frobenius norm 0.4 multiply features by 0.05, those of 1.2 by 0.15."""
+    changed = {"update_natural": {"head": 100.0}, "weight_fro": dict.fromkeys(LAYERS, size)}
+    (verdict,) = judged([measured(step, **changed) for step in (1, 2, 4)], settings=SGD)[1]
+    assert (verdict.layer, verdict.cause) == ("head", cause)
+    if cause == "weights_too_small":
+        assert "gradients of the others pass through small weights; initial weights multiply features by only" in str(
+            verdict
+        )
+        assert verdict.remedy.action == "check", "the remedy is not about the weights of the head"
+
+
 def test_unknown_is_said_honestly():
     verdict = only_verdict(update_natural={"b": 8.0})
     assert verdict.cause == "unknown"

@@ -74,7 +74,7 @@ def test_decay_that_takes_more_than_a_tenth_in_a_step_is_told_by_the_settings(op
     found = [verdict for verdict in told(run, optimizer, **fields) if verdict.cause == "decay_too_large"]
     assert len(found) == (taken is not None and taken > 0.1)
     if found:
-        assert found[0].ratio == pytest.approx(taken)
+        assert "should be" not in str(found[0]), "no learning rate beside advice on decay"
         assert f"removes {100 * taken:.0f} % of its weights in each step: use about" in found[0].sentence
         assert found[0].remedy.action == "set_weight_decay"
 

@@ -118,6 +118,28 @@ def test_dead_layers_of_a_network_are_one_root():
     assert roots == {("b", "dead"): (("b", "c"), ())}
 
 
+def test_layers_that_are_left_out_for_one_reason_are_one_root():
+    """As both matrices of a GRU; one that is frozen beside one that was forgotten is another fault."""
+    held, frozen = case("b", "left_out"), case("c", "left_out")
+    assert tree(held, frozen)[0] == {("b", "left_out"): (("b", "c"), ())}
+    frozen = replace(frozen, explanation=Explanation("left_out", "it is frozen"))
+    assert set(tree(held, frozen)[0]) == {("b", "left_out"), ("c", "left_out")}
+
+
+def test_weights_of_the_whole_network_cover_a_layer_with_the_same_cause():
+    roots, _ = tree(case(NETWORK, "weights_too_small", 2), case("head", "weights_too_small", 9))
+    assert set(roots) == {(NETWORK, "weights_too_small")}
+    roots, _ = tree(case(NETWORK, "left_out"), replace(case("b", "left_out"), explanation=Explanation("left_out", "b")))
+    assert len(roots) == 2, "biases in no optimizer and a frozen matrix are two faults"
+
+
+def test_lost_updates_explain_no_divergence():
+    roots, rest = tree(case(NETWORK, "diverged"), case("b", "rounding", 99))
+    assert (set(roots), rest) == ({(NETWORK, "diverged")}, {("b", "rounding"): NETWORK})
+    roots, _ = tree(case(NETWORK, "diverged"), case("b", "weights_too_large"))
+    assert set(roots) == {(NETWORK, "diverged"), ("b", "weights_too_large")}
+
+
 def test_causes_of_the_whole_network_go_before_those_of_layers_that_show_it():
     roots, rest = tree(case(NETWORK, "rates_too_large", 2), case("b", "exploding", 9), case(NETWORK, "diverged", 99))
     assert roots == {(NETWORK, "rates_too_large"): ((), ("b",))}

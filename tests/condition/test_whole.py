@@ -417,6 +417,14 @@ def test_gradients_below_eps_make_half_of_the_usual_steps_a_fault():
     assert not any(adam(0.1, 1, every(1e-3, "drift_ratio"), eps=1e-8)), "gradients of ordinary size"
 
 
+def test_small_weights_explain_gradients_below_eps():
+    small = every(1e-10, "contribution") | every(1e-3, "drift_ratio") | every(0.4, "weight_fro")
+    verdict = adam(0.1, 1, small, eps=1e-8)[-1]["weights_too_small"]
+    assert verdict.cause == "weights_too_small"
+    assert "gradients are smaller than eps 1e-08, because they pass through small weights" in verdict.sentence
+    assert set(adam(0.03, 1, small, eps=1e-4)[-1]) == {"eps"}, "a larger eps than the default is to blame itself"
+
+
 @pytest.mark.parametrize(("factor", "said"), [(1e-6, True), (0.5, False), (math.nan, False)])
 def test_clipping_that_leaves_gradients_below_eps_is_named(factor, said):
     change = every(1e-3, "drift_ratio") | {"summary": {"clip_factor": factor}}

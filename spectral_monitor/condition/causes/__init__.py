@@ -5,10 +5,10 @@ from __future__ import annotations
 from spectral_monitor.condition.causes.explanation import CAUSES, NO_CAUSE, Explanation
 from spectral_monitor.condition.causes.layers import of_layer
 from spectral_monitor.condition.causes.network import History, of_network
-from spectral_monitor.condition.causes.outputs import huge_at_start
+from spectral_monitor.condition.causes.outputs import began_small, huge_at_start
 from spectral_monitor.condition.findings import Finding
 from spectral_monitor.condition.network import Network
-from spectral_monitor.condition.verdict import NETWORK
+from spectral_monitor.condition.verdict import NETWORK, Remedy
 
 __all__ = ["CAUSES", "NO_CAUSE", "Explanation", "History", "cause", "huge_at_start"]
 
@@ -37,4 +37,11 @@ def cause(finding: Finding, network: Network, history: History = NO_HISTORY) -> 
     if finding.layer == NETWORK:
         return of_network(finding, network, history)
     row = network.parameter(finding.layer)
-    return Explanation(NO_CAUSE, "it is not measured any more") if row is None else of_layer(finding, row, network)
+    if row is None:
+        return Explanation(NO_CAUSE, "it is not measured any more")
+    explanation = of_layer(finding, row, network)
+    if explanation.code == "readout_width":  # its own gradient passes through no weights
+        symptom = f"{explanation.sentence.partition(':')[0]}: gradients of the others pass through small weights"
+        if small := began_small(symptom, history.gain):
+            return small._replace(remedy=Remedy("check"))  # the weights are not those of this layer
+    return explanation

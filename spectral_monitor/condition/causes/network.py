@@ -214,6 +214,9 @@ def _eps(finding: Finding, network: Network, history: History) -> Explanation:
             f"clipping makes gradients {clip} times smaller, and eps {eps:g} is larger than what is left: clip less"
         )
     elif eps <= 1e-8:
+        symptom = f"gradients are smaller than eps {eps:g}, because they pass through small weights"
+        if small := began_small(symptom, history.gain):
+            return small
         remedy = Remedy("set_eps", (), 1e-15)
         advice = f"gradients are smaller than eps {eps:g}; multiply the loss by 1000 or more, or use eps 1e-15"
     else:

@@ -47,8 +47,8 @@ class DecayTrend(Memory):
         taken = {row.name: _decay_of_step(row) for row in rows}
         for row in rows:
             if taken[row.name] > TAKEN and row.is_trained:
-                lr, against = _rate(row), "the rate at which decay takes the whole weight"
-                yield Finding("decay", row.name, "lr", lr, lr / taken[row.name], (0.0, TAKEN), AT_ONCE, against)
+                part, against = taken[row.name], "the whole weight"
+                yield Finding("decay", row.name, "lr", part, 1.0, (0.0, TAKEN), AT_ONCE, against, measured=False)
         if "weight_fro" not in measurement.values:
             return
         decaying = [row for row in rows if not taken[row.name] > TAKEN]
