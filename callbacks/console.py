@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+NO_LOGGER = (
+    "spectral monitor: the Trainer has no logger: measurements are kept in monitor.measurements, and the last one is "
+    "printed at the end"
+)
+
+
 @rank_zero_only
 def show(text: str) -> None:
     """Print, on the first process."""
@@ -41,6 +47,13 @@ def shortest_path(folder: Path) -> str:
     except ValueError:  # another drive
         return str(folder)
     return min(relative, str(folder), key=len)
+
+
+def checked_verbose(verbose: object) -> int:
+    """Return the setting as an integer; raise a ValueError if it is none of 0, 1 and 2."""
+    if verbose not in (0, 1, 2):
+        raise ValueError(f"verbose must be 0, 1 or 2, got {verbose!r}")
+    return int(verbose)
 
 
 class ConsoleReport:

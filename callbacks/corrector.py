@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from spectral_monitor.callbacks.monitor import SpectralMonitor
 from spectral_monitor.condition import SpectralCondition
@@ -14,9 +14,6 @@ from spectral_monitor.correction.settings import Policy
 from spectral_monitor.monitoring.reactions import OnVerdict
 from spectral_monitor.reporting.sinks import Sink
 from spectral_monitor.suggestions import did_you_mean
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 
 class SpectralLRCorrector(SpectralMonitor):
@@ -51,6 +48,8 @@ class SpectralLRCorrector(SpectralMonitor):
         ('target', 10)
     """
 
+    _variable = "corrector"
+
     def __init__(
         self,
         policy: Policy = "target",
@@ -80,7 +79,6 @@ class SpectralLRCorrector(SpectralMonitor):
                     f"SpectralLRCorrector has no argument {name!r}{hint} Valid: {', '.join(named + others)}"
                 )
         rule = LRCorrection(policy, reference, size, spectral_init=spectral_init, **correction)
-        self._code = ""
         super().__init__(
             every_n_steps=every_n_steps,
             quantities=rule.quantities,
@@ -97,34 +95,3 @@ class SpectralLRCorrector(SpectralMonitor):
             correction=rule,
             mode="correct",
         )
-
-    def param_groups_code(self) -> str:
-        """Return Python code that makes the optimizers with corrected learning rates, at the peak of the schedule.
-
-        In ``configure_optimizers`` it replaces the callback.
-
-        Raises:
-            RuntimeError: nothing has been trained yet.
-        """
-        self._write_code()
-        if not self._code:
-            raise RuntimeError("no learning rates are known yet: train with this callback first")
-        return self._code
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the last table and the cost of measuring, and say where to find the corrected rates as code."""
-        super().on_fit_end(trainer, pl_module)
-        if self._engine is not None and self._engine.measured > 0:
-            self._console.tell(
-                trainer, "spectral monitor: the corrected rates as code\n  print(corrector.param_groups_code())"
-            )
-
-    def _write_code(self) -> None:
-        """Keep the code of the learning rates, after the first measurement: before it they are guesses."""
-        if self._supervisor is not None and self._engine is not None and self._engine.measured > 0:
-            self._code = self._supervisor.param_groups_code()
-
-    def _stop(self, module: pl.LightningModule) -> None:
-        with self._errors_as_warnings("the learning rates could not be written as code"):
-            self._write_code()
-        super()._stop(module)

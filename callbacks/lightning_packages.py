@@ -31,9 +31,7 @@ def imported() -> list[ModuleType]:
 def is_instance(value: object, *names: str) -> bool:
     """Return whether a value is of one of these classes, of either package.
 
-    Args:
-        value: of any type.
-        names: paths of classes in the package, such as ``"loggers.CSVLogger"``.
+    ``names``: paths of classes in the package, such as ``"loggers.CSVLogger"``.
 
     Raises:
         AttributeError: an imported package has no such class.

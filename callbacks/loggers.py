@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spectral_monitor.arguments import is_integer
 from spectral_monitor.callbacks.lightning_packages import is_instance
 from spectral_monitor.callbacks.progress_bar import StatusLine
 from spectral_monitor.measurement import Measurement
@@ -79,12 +80,8 @@ class SinkManager:
     Each monitor of a trainer writes its own file, because all measurements in a file must have the same layers.
 
     Args:
-        sinks: the user's.
-        heatmap_every: number of measurements between sets of pictures; 0 for none.
-        histograms: whether TensorBoard gets histograms.
         settings: for the config of W&B.
         warn: receives a message on a sink that fails; each message once.
-        log: the numbers that loggers receive.
         requested: quantities that are essential because the user has named them.
 
     Attributes:
@@ -105,7 +102,7 @@ class SinkManager:
         log: Log = "essential",
         requested: Sequence[str] = (),
     ) -> None:
-        if isinstance(heatmap_every, bool) or not isinstance(heatmap_every, int) or heatmap_every < 0:
+        if not is_integer(heatmap_every, 0):
             raise ValueError(f"heatmap_every must be an integer >= 0, got {heatmap_every!r}")
         if not isinstance(histograms, bool):
             raise ValueError(f"histograms must be True or False, got {histograms!r}")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from spectral_monitor.callbacks.batch_watch import BatchWatch
 from spectral_monitor.callbacks.checkpoints.hooks import CheckpointHooks
 from spectral_monitor.callbacks.conflicts import check_conflicts, monitor_index
-from spectral_monitor.callbacks.console import ConsoleReport, tell
+from spectral_monitor.callbacks.console import NO_LOGGER, ConsoleReport, checked_verbose, tell
 from spectral_monitor.callbacks.loggers import SinkManager
 from spectral_monitor.callbacks.schedules import Schedules
 from spectral_monitor.callbacks.strategies import check_supported, strategy_context
@@ -31,6 +31,7 @@ from spectral_monitor.monitoring.settings import Mode, checked, described, with_
 from spectral_monitor.monitoring.supervisor import Supervisor
 from spectral_monitor.reporting.content.essentials import Log, overall
 from spectral_monitor.reporting.sinks import Sink
+from spectral_monitor.reporting.text.console import code_command
 from spectral_monitor.reporting.text.roles import Roles
 from spectral_monitor.suggestions import helpful
 
@@ -61,15 +62,13 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
     file is looked for beside the checkpoint, then where it was written. If it is missing, or the model has other
     layers, a warning says so and drift is counted from there. No file is written to a folder that a checkpoint names.
     Earlier :attr:`measurements` are not saved. Another ``fit`` of the same module object with the same monitor goes on
-    too, with drift from the first fit's start; with another module it begins again. Either way new measurements are
-    appended.
+    too, with drift from the first fit's start; with another module it begins again.
 
     Args:
         every_n_steps: measure every n-th optimizer step; or steps in words, ``"1, 2, 4, ..., every 100"``: more of the
             first ones, where most happens; or a mapping from tiers and keys to either, such as ``{"light": 10,
-            "standard": 100}`` or ``{"update_norm": 1, "feature_change": 50}``: a tier stands for its own quantities,
-            not for those of the tiers below. At a step only quantities that are due cost time. With manual
-            optimization, batches are counted.
+            "feature_change": 50}``: a tier stands for its own quantities, not for those of the tiers below. At a step
+            only quantities that are due cost time. With manual optimization, batches are counted.
         quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
             (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
             or a list of keys; only requested quantities cost time.
@@ -78,8 +77,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         roles: pattern -> ``"hidden"``, ``"embedding"``, ``"output"``, ``"vector"`` or ``"ignore"``, where the
             guess in the role table, printed at the start, is wrong.
         blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
-        heads: pattern on attention modules or their query projections -> number of heads, where the module does not
-            say it.
+        heads: pattern on attention modules or query projections -> number of heads, where the module does not say it.
         nodes: fnmatch patterns on modules whose outputs are measured although they have no weight, such as
             ``["blocks.*", "norm"]``: their change, and its angle and sensitivity.
         max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
@@ -116,7 +114,6 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             stopping; ``"any"`` for all.
 
     Attributes:
-        measurements: the latest measurements.
         multipliers: layer -> multiplier of its learning rate; empty without a correction.
 
     Raises:
@@ -129,6 +126,8 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         >>> monitor
         SpectralMonitor(every_n_steps=10, quantities='standard', mode='warn', measurements=0)
     """
+
+    _variable = "monitor"  # its name in printed lines of code
 
     @helpful
     def __init__(
@@ -161,9 +160,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         stop_on: str | Sequence[str] = (),
     ) -> None:
         CheckpointHooks.__init__(self)
-        if verbose not in (0, 1, 2):
-            raise ValueError(f"verbose must be 0, 1 or 2, got {verbose!r}")
-        self.verbose = int(verbose)
+        self.verbose = checked_verbose(verbose)
         self.mode, self.condition, self.correction = mode, condition, checked(mode, condition, correction)
         settings = Settings(
             every_n_steps=every_n_steps,
@@ -213,9 +210,8 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         """Make the engine and the supervisor, refuse unsupported fits, and print the role table."""
         check_supported(trainer, pl_module)
         processes, wrapper = strategy_context(trainer)
-        corrected = self.mode == "correct"
         repeatable = pl_module.automatic_optimization and can_run_again(pl_module)
-        redirected = trainer.strategy.model is not pl_module
+        corrected, redirected = self.mode == "correct", trainer.strategy.model is not pl_module
         self._engine = Engine(
             pl_module, trainer.optimizers, self.settings, processes, wrapper, corrected, repeatable, redirected
         )
@@ -227,11 +223,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         self._batches = BatchWatch(self._engine, due, self._errors_as_warnings)
         self._console.show_roles(self._engine.anatomy)
         if not trainer.loggers:
-            text = (
-                "the Trainer has no logger: measurements are kept in monitor.measurements, and the last one is printed "
-                "at the end"
-            )
-            self._console.tell(trainer, f"spectral monitor: {text}")
+            self._console.tell(trainer, NO_LOGGER)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Resume from a checkpoint or an earlier fit; else keep the weights that drift is counted from."""
@@ -312,15 +304,16 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
             trainer.callback_metrics.update({key: torch.tensor(x) for key, x in overall(measurement).items()})
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the last table and the cost of measuring."""
+        """Print the last table and the cost of measuring, and say where to find the corrected rates as code."""
         if self._engine is not None:
             measured = self._engine.measured > self._continuation.measured_before
             self._console.end(trainer, self.measurements if measured else (), self._reports.folder)
+            if self.correction is not None and self._engine.measured > 0:
+                self._console.tell(trainer, code_command(self._variable))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remove hooks of a batch that another callback skipped after its start, which ends the epoch."""
-        if self._engine is not None and self._engine.budget is not None:
-            self._engine.budget.pause()
+        self.on_validation_start(trainer, pl_module)
         if self._engine is not None and self._batches is not None and self._engine.armed:
             self._engine.disarm()
             self._batches.forget()
@@ -340,6 +333,8 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         return {**state, **dict.fromkeys(("_engine", "_supervisor", "_schedules", "_batches"))}
 
     def _stop(self, module: pl.LightningModule) -> None:
+        with self._errors_as_warnings("the learning rates could not be written as code"):
+            self._keep_code()
         self._reports.end()
         if self._supervisor is not None:
             self._supervisor.disarm()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -107,6 +108,18 @@ class LayerInfo:
     def is_dense(self) -> bool:
         """True if it maps dense features, and so is compared with others."""
         return self.role in DENSE
+
+
+def counted(layers: Iterable[LayerInfo]) -> str:
+    """Return the numbers of matrices, of vectors (biases and gains) and of nodes, if there are any.
+
+    Example:
+        >>> counted([LayerInfo("head", "readout", 10, 64, (10, 64)), LayerInfo("head.bias", "vector", 10, 1, (10,))])
+        'matrices=1, vectors=1'
+    """
+    kinds = Counter("matrices" if info.is_matrix else f"{info.role}s" for info in layers)
+    names = ["matrices", "vectors", *(["nodes"] if kinds["nodes"] else [])]
+    return ", ".join(f"{name}={kinds[name]}" for name in names)
 
 
 @dataclass(frozen=True)
@@ -268,7 +281,7 @@ class Measurement:
         return html_table(measurement_rows(self))
 
     def __repr__(self) -> str:
-        return f"Measurement(step={self.step}, layers={len(self.layers)}, quantities={len(self.values)})"
+        return f"Measurement(step={self.step}, {counted(self.layers)}, quantities={len(self.values)})"
 
 
 class History(deque[Measurement]):

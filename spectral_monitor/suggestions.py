@@ -67,7 +67,6 @@ def lazy(
     """Return a package's ``__getattr__``, which imports a name when it is first used.
 
     Args:
-        package: its name.
         names: public name -> module inside the package that has it.
         modules: modules inside the package that are attributes without an import of their own.
         instead: name that people try -> sentence on what to use.

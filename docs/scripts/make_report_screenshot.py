@@ -109,7 +109,7 @@ def main() -> None:
         report = Path(folder) / "report.html"
         write_report(train(), report)
         screenshot(report, TARGET)
-    print(f"wrote {TARGET.relative_to(Path.cwd())} ({TARGET.stat().st_size / 1e3:.0f} KB)")
+    print(f"wrote {TARGET} ({TARGET.stat().st_size / 1e3:.0f} KB)")
 
 
 if __name__ == "__main__":

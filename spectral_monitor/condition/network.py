@@ -82,9 +82,7 @@ class Network:
         A matrix that is both embedding and readout is judged as the readout.
 
         Args:
-            measurement: has the step, the layers and the loss.
             columns: its :func:`~spectral_monitor.condition.row.columns`, and earlier ones of quantities that it lacks.
-            settings: layer -> its optimizer's settings.
             tied: layer -> layer that counts its parameters.
             expected: layer -> factor on its learning rate that the user has declared.
         """

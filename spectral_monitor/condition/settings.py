@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spectral_monitor.arguments import is_integer, is_number
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
 from spectral_monitor.condition.references.profile import Profile, load_profile
 from spectral_monitor.layers.naming import check_patterns, matches
@@ -105,14 +106,14 @@ class SpectralCondition:
         default = {"balance": _BAND, "theory": _THEORY_BAND}.get(str(self.reference), _PROFILE_BAND)
         low, high = self.band or default
         object.__setattr__(self, "limits", (float(low), float(high)))
-        if isinstance(self.persistence, bool) or not isinstance(self.persistence, int) or self.persistence < 1:
+        if not is_integer(self.persistence, 1):
             raise ValueError(f"persistence must be an integer >= 1, got {self.persistence!r}")
         if not 0 < self.hysteresis <= 1:
             raise ValueError(f"hysteresis must be in (0, 1], got {self.hysteresis!r}")
         if not isinstance(self.expected, Mapping):
             raise ValueError(f"expected maps patterns of layer names to factors, got {self.expected!r}")
         for pattern, factor in self.expected.items():
-            if not _is_number(factor) or not 0 < factor < math.inf:
+            if not is_number(factor) or not 0 < factor < math.inf:
                 raise ValueError(f"expected[{pattern!r}] must be a factor above 0, got {factor!r}")
         if isinstance(self.ignore, str) or (unknown := [name for name in self.ignore if name not in CHECKS]):
             names = self.ignore if isinstance(self.ignore, str) else ", ".join(map(repr, unknown))
@@ -155,10 +156,6 @@ class SpectralCondition:
     def check(self, layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters] | None = None) -> None:
         """Refuse a profile of another model or of another family of optimizers, and patterns that match no layer.
 
-        Args:
-            layers: the measured layers.
-            settings: layer -> its optimizer's settings.
-
         Raises:
             ValueError: with the layers that differ, or the pattern and the valid names.
         """
@@ -168,11 +165,7 @@ class SpectralCondition:
             self.profile.check(measured, settings)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_band(band: object) -> bool:
     if not isinstance(band, tuple | list) or len(band) != 2:
         return False
-    return all(map(_is_number, band)) and 0 < band[0] < 1 < band[1]
+    return all(map(is_number, band)) and 0 < band[0] < 1 < band[1]

@@ -30,7 +30,6 @@ class Multiplier:
         """Return the factor that gives updates the wanted size, by this measured update and those before.
 
         Args:
-            step: of the measurement.
             update: its size, above 0.
             lr: its learning rate, multiplied.
             wanted: size over the learning rate before its multiplier.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from spectral_monitor.parametrization.param_groups import is_number
+from spectral_monitor.arguments import is_number
 from spectral_monitor.suggestions import helpful_settings
 
 Policy = Literal["target", "balance", "reference", "fsc"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from spectral_monitor.arguments import is_integer
 from spectral_monitor.quantities import QUANTITIES, TIERS
 from spectral_monitor.suggestions import did_you_mean
 
@@ -51,7 +52,7 @@ class Schedule:
         Raises:
             ValueError: the interval is invalid.
         """
-        if isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1:
+        if is_integer(interval, 1):
             return cls((), interval)
         error = ValueError(f"{name} must be {VALID}; got {interval!r}")
         if not isinstance(interval, str):

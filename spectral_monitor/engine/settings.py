@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from spectral_monitor.arguments import is_integer, is_number
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE, Interval, Timetable
 from spectral_monitor.quantities import needs, resolve
 
@@ -20,12 +21,12 @@ def _are_texts(values: object) -> bool:
 
 
 def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1
+    return is_number(value) and 0 < value < 1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments that all entry points share; :class:`~spectral_monitor.SpectralProbe` says what they mean.
+    """Arguments that all entry points share; :class:`~spectral_monitor.SpectralMonitor` says what they mean.
 
     Attributes:
         schedule: the quantities that are measured at each step.
@@ -64,7 +65,7 @@ class Settings:
             ("history", (), ""),
         ):
             value = getattr(self, name)
-            if value not in others and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value not in others and not is_integer(value, 1):
                 raise ValueError(f"{name} must be an integer >= 1{alternatives}, got {value!r}")
         if not _is_share(self.tol):
             raise ValueError(f"tol must be a number in (0, 1), got {self.tol!r}")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from spectral_monitor.arguments import is_integer
+
 ATTENTION = "query, key and value"
 
 _PER_HEAD = frozenset(
@@ -113,7 +115,7 @@ def number(owner: object, *names: str) -> int:
                 value = getattr(holder, name, None)
             except Exception:  # some configs refuse attributes that may differ between layers
                 continue
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if is_integer(value, 1):
                 return value
     return 0
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from spectral_monitor.arguments import is_integer
 from spectral_monitor.suggestions import listed
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def first_match(choices: Mapping[str, T], *names: str) -> T | None:
 def check_counts(argument: str, counts: Mapping[str, int]) -> None:
     """Raise a ValueError for a pattern whose number of blocks or heads is no integer >= 1."""
     for pattern, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_integer(count, 1):
             message = f"the number of {argument} must be an integer >= 1, got {count!r}"
             raise ValueError(f"{argument}: {pattern!r}: {message}")
 

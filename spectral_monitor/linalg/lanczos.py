@@ -184,9 +184,7 @@ class KrylovSpace:
         vector shorter than ``|G|``. Its probability is at most ``(n/2)^(b/2) / Gamma(b/2 + 1) |G|^b``. (For b = 1:
         Hochstenbach 2013.)
 
-        Args:
-            T: from :meth:`projected`.
-            tol: relative tolerance.
+        ``T``: from :meth:`projected`.
         """
         b, end = BLOCK, T.shape[2]
         square = torch.linalg.eigvalsh(T[:, :end])[:, -1].clamp(min=TINY)  # reads the lower triangle

@@ -86,7 +86,6 @@ def spectral_estimates(
 
     Args:
         stacks: not empty, and of the dtypes they are measured in.
-        tol: relative tolerance.
         exact: use a float64 SVD; for local stacks.
         bounds: whether to compute bounds, which take a while for small matrices; they are NaN without.
     """

@@ -39,7 +39,6 @@ def adapt(
     """Return a measurement in which a correction's own doing is no deviation.
 
     Args:
-        measurement: a measurement; it is not changed.
         expected: layer -> factor by which the correction enlarges its updates on purpose, which is divided out.
         on_trial: layers whose steps are small trials. How far these have moved is left out, if a gradient moved them.
             That no gradient arrives is no matter of the learning rate, and is kept.

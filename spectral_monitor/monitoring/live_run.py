@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from spectral_monitor.condition import Verdict, save_profile
 from spectral_monitor.condition.optimizers.hyperparameters import Hyperparameters
-from spectral_monitor.engine import Settings
+from spectral_monitor.correction import LRCorrection
+from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.measurement import History, Measurement
 from spectral_monitor.messages import WarnOnce, announce
 from spectral_monitor.monitoring.reactions import OnVerdict, Reactions
@@ -20,7 +21,11 @@ Say = Callable[[str], None]
 class LiveRun(MeasuredRun):
     """A run that is measured while it trains: settings, latest measurements, and reactions to them."""
 
+    correction: LRCorrection | None
     _warn: WarnOnce
+    _engine: Engine | None
+    _supervisor: Supervisor | None
+    _code = ""  # makes the optimizers with the corrected learning rates
 
     def __init__(self, settings: Settings, on_verdict: OnVerdict | None, stop_on: str | Sequence[str]) -> None:
         self.settings = settings
@@ -40,6 +45,26 @@ class LiveRun(MeasuredRun):
             ValueError: nothing, or not enough, was measured.
         """
         save_profile(self.measurements, path, self._hyperparameters)
+
+    def param_groups_code(self) -> str:
+        """Return Python code that makes the optimizers with corrected learning rates, at the peak of the schedule.
+
+        In ``configure_optimizers`` it replaces the callback.
+
+        Raises:
+            RuntimeError: nothing is corrected, or nothing has been trained yet.
+        """
+        if self.correction is None:
+            raise RuntimeError('no learning rates are corrected: that takes mode="correct"')
+        self._keep_code()
+        if not self._code:
+            raise RuntimeError("no learning rates are known yet: train with this callback first")
+        return self._code
+
+    def _keep_code(self) -> None:
+        """Keep the code of the corrected learning rates, after the first measurement: before it they are guesses."""
+        if self._supervisor is not None and self._engine is not None and self._engine.measured > 0:
+            self._code = self._supervisor.param_groups_code()
 
     def _take(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from spectral_monitor.arguments import is_integer
 from spectral_monitor.capture.unwrap import unwrap_model, unwrap_optimizers
 from spectral_monitor.condition import SpectralCondition
 from spectral_monitor.condition.optimizers.plans import LookAhead
@@ -19,6 +20,7 @@ from spectral_monitor.correction.settings import with_loss
 from spectral_monitor.engine import Engine, Settings
 from spectral_monitor.engine.schedule import DEFAULT_SCHEDULE
 from spectral_monitor.layers import Anatomy
+from spectral_monitor.measurement import counted
 from spectral_monitor.messages import WarnOnce, in_lines
 from spectral_monitor.monitoring.reactions import OnVerdict
 from spectral_monitor.monitoring.resumable_run import ResumableRun
@@ -50,45 +52,12 @@ class SpectralProbe(ResumableRun):
             features after the step is NaN). Wrappers of Fabric, ``DistributedDataParallel`` and
             ``FullyShardedDataParallel`` will do.
         optimizer: its optimizer, or several; Fabric's and Accelerate's wrappers will do.
-        every_n_steps: measure every n-th step; or steps in words, such as the default; or a mapping from tiers and
-            keys to either, such as ``{"light": 10, "standard": 100}`` or ``{"update_norm": 1, "feature_change": 50}``:
-            a tier stands for its own quantities, not for those of the tiers below. At a step only quantities that are
-            due cost time.
-        quantities: ``"light"`` (weights, updates, gradients: no hooks on modules, no extra forward), ``"standard"``
-            (features too), ``"full"`` (kernels, backward speeds and checks of assumptions too; several times as slow)
-            or a list of keys; only requested quantities cost time.
-        include: fnmatch patterns on module or layer names; only these are measured.
-        exclude: fnmatch patterns on module or layer names; these are not measured.
-        roles: pattern -> ``"hidden"``, ``"embedding"``, ``"output"``, ``"vector"`` or ``"ignore"``, where the
-            guess in :meth:`role_table` is wrong.
-        blocks: pattern -> number of matrices stacked in a weight (3 for fused query, key and value).
-        heads: pattern on attention modules or their query projections -> number of heads, where the module does not
-            say it.
-        nodes: fnmatch patterns on modules whose outputs are measured although they have no weight, such as
-            ``["blocks.*", "norm"]``: their change, and its angle and sensitivity.
-        max_rows: rows of a layer's features used at most, a fixed choice; ``None`` for all.
-        replay_samples: samples that are run again after the step, the first ones of the batch (of each process's);
-            ``None`` for all. With fewer, ``summary/feature_error`` says how far changes of features may be from those
-            of the whole batch, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more while that error
-            is above a tenth. All are run where a sample's outputs differ without the others, as with dropout or batch
-            normalization in training mode; the first measured step shows it.
-        tol: relative tolerance of spectral norms.
-        drift_every: ``feature_drift``, which takes a forward of its own, at every n-th measured step that has features.
-        history: measurements kept in :attr:`measurements`.
-        condition: the limits that layers are judged by; every measurement has its verdicts.
-        correction: how learning rates are corrected, with ``mode="correct"``.
-        mode: ``"observe"`` says nothing; ``"warn"`` warns once when a layer begins to violate the condition;
-            ``"correct"`` also corrects learning rates, of steps inside ``probe.step()``.
+        every_n_steps, quantities, include, exclude, roles, blocks, heads, nodes, max_rows, replay_samples, tol: as for
+            :class:`~spectral_monitor.SpectralMonitor`.
+        drift_every, history, condition, correction, low_memory, max_overhead, on_verdict: as there.
+        mode: as there; ``"correct"`` corrects the learning rates of steps inside ``probe.step()``.
         sinks: receive every measurement, such as a :class:`~spectral_monitor.reporting.TensorBoardSink`;
             :meth:`close` closes them when training is over.
-        low_memory: keep the weights before the update, and the copy that guards them during the extra forward, in host
-            memory, and measure one layer at a time: slower, with at most two layers' worth of memory on the device.
-        max_overhead: share of training time that measuring may take, such as ``0.01``. Due steps are skipped until the
-            last measurement has cost no more than that share of the time since, and a line reports the interval. The
-            first two measurements of a run take longest and delay nothing. ``None``: nothing is timed; ``"auto"``: as
-            in :class:`~spectral_monitor.SpectralMonitor`.
-        on_verdict: is called with every root :class:`~spectral_monitor.Verdict` that begins: to send a message, say.
-            Its errors become warnings.
         stop_on: cause, or causes, such as ``["diverged", "exploding"]``, at which :attr:`should_stop` becomes true, in
             all processes at once; ``"any"`` for all.
         data_parallel_rank: the number of the batch this process gets, where some processes share one, as under tensor
@@ -226,7 +195,7 @@ class SpectralProbe(ResumableRun):
             ValueError: ``accumulated`` is no integer, or below 1.
             RuntimeError: another correction already works on the optimizer.
         """
-        if isinstance(accumulated, bool) or not isinstance(accumulated, int) or accumulated < 1:
+        if not is_integer(accumulated, 1):
             raise ValueError(f"accumulated must be a number of micro-batches, an integer >= 1, got {accumulated!r}")
         if self._unentered:
             self._warn(
@@ -339,4 +308,4 @@ class SpectralProbe(ResumableRun):
         self._sinks.close()
 
     def __repr__(self) -> str:
-        return f"SpectralProbe({len(self.anatomy.layers)} layers, steps={self.steps})"
+        return f"SpectralProbe({counted(self.anatomy.infos)}, steps={self.steps})"

@@ -64,7 +64,6 @@ unmoved, vanishing, readout_width, frobenius_rule, readout_takes_all, diverged, 
         """React to verdicts that begin, and return the first one to stop training for.
 
         Args:
-            began: root verdicts that begin.
             warn: receives a message if the function fails.
             speaks: whether to call the function, as in one process of several.
         """

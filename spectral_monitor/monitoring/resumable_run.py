@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spectral_monitor.arguments import is_integer
 from spectral_monitor.engine import Engine
 from spectral_monitor.messages import SpectralMonitorWarning
 from spectral_monitor.monitoring.live_run import LiveRun
@@ -76,7 +77,7 @@ class ResumableRun(LiveRun):
         Raises:
             ValueError: ``step`` is no integer, or below 0.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        if not is_integer(step, 0):
             raise ValueError(f"step must be an integer >= 0, the optimizer steps taken so far; got {step!r}")
         self._engine.start(step)
         self.steps, self._begun = step, True

@@ -27,7 +27,6 @@ class TrialCopy:
     """A copy to train.
 
     Args:
-        model: the original.
         batch: as :func:`~spectral_monitor.check` takes it.
         optimizer: one or several; ``None`` for those that ``configure_optimizers`` makes.
         loss: of outputs and targets; ``None`` where the model has it.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from numbers import Real
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from spectral_monitor.arguments import is_number
 from spectral_monitor.layers import dissect
 from spectral_monitor.layers.naming import join, named_modules
 from spectral_monitor.parametrization.layer_position import LayerPosition, by_parameter
@@ -177,11 +177,6 @@ def _name(factor: Fraction | float) -> str:
     if not isinstance(factor, Fraction):
         return f"x{factor:.6g}"
     return f"x{factor.numerator}" + (f"_over_{factor.denominator}" if factor.denominator != 1 else "")
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a setting is a real number and no boolean."""
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_lr(lr: Any) -> None:

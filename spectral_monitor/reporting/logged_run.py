@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
-from spectral_monitor.measurement import Measurement
+from spectral_monitor.measurement import Measurement, counted
 from spectral_monitor.reporting.files.runs import run_file, settled_in
 from spectral_monitor.reporting.run import MeasuredRun
 
@@ -34,9 +34,9 @@ class Run(MeasuredRun):
 
     def __repr__(self) -> str:
         if not self._measurements:
-            return "Run(no measurements)"
+            return "Run(measurements=0)"
         first, last = self._measurements[0], self._measurements[-1]
-        return f"Run({len(self)} measurements, steps {first.step} to {last.step}, {len(last.layers)} layers)"
+        return f"Run(measurements={len(self)}, steps={first.step} to {last.step}, {counted(last.layers)})"
 
 
 def load(run: str | os.PathLike[str]) -> Run:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spectral_monitor.arguments import is_integer
 from spectral_monitor.messages import joined
 from spectral_monitor.sharding.fsdp1 import instances
 from spectral_monitor.sharding.process_group import ProcessGroup
@@ -51,7 +52,7 @@ def training_processes(model: nn.Module, data_parallel_rank: int | None) -> Proc
     if _count() == 1:
         return None
     batch = dist.get_rank() if data_parallel_rank is None else data_parallel_rank
-    valid = isinstance(batch, int) and not isinstance(batch, bool) and 0 <= batch < _count()
+    valid = is_integer(batch, 0) and batch < _count()
     device = next((local_part(p).device for p in model.parameters()), torch.device("cpu"))
     processes = ProcessGroup(device, batch if valid else 0)
 

@@ -7,6 +7,7 @@ import logging
 import pickle
 import warnings
 import weakref
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -334,13 +335,27 @@ def test_it_can_be_pickled():
     assert [m.verdicts for m in copy.measurements] == [m.verdicts for m in corrector.measurements]
 
 
-@pytest.mark.parametrize(("verbose", "steps", "lines"), [(1, 5, 1), (0, 5, 0)])
-def test_the_end_of_a_corrected_run_says_where_its_rates_are(verbose, steps, lines, caplog):
-    corrector = SpectralLRCorrector("balance", every_n_steps=3, verbose=verbose)
+@pytest.mark.parametrize("verbose", [1, 0])
+@pytest.mark.parametrize(
+    ("name", "make"), [("corrector", SpectralLRCorrector), ("monitor", partial(SpectralMonitor, mode="correct"))]
+)
+def test_the_end_of_a_corrected_run_says_where_its_rates_are(name, make, verbose, caplog):
+    callback = make(every_n_steps=3, verbose=verbose)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        fit(Net(), corrector, steps=steps)
-    said = [record.getMessage() for record in caplog.records if "corrector.param_groups_code()" in record.getMessage()]
-    assert len(said) == lines
+        fit(Net(), callback, steps=5)
+    said = [record.getMessage() for record in caplog.records if "param_groups_code()" in record.getMessage()]
+    line = f"spectral monitor: the corrected rates as code\n  print({name}.param_groups_code())"
+    assert said == [line] * verbose
+    assert "optimizer = torch.optim." in callback.param_groups_code()
+
+
+def test_a_monitor_that_corrects_nothing_has_no_code(caplog):
+    monitor = SpectralMonitor(every_n_steps=3)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        fit(Net(), monitor, steps=5)
+    assert "param_groups_code" not in caplog.text
+    with pytest.raises(RuntimeError, match='takes mode="correct"'):
+        monitor.param_groups_code()
 
 
 def test_code_that_cannot_be_written_costs_a_warning(monkeypatch):

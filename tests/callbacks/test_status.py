@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from spectral_monitor import LayerInfo, Measurement, SpectralMonitor, Verdict
 from spectral_monitor.callbacks.progress_bar import StatusLine, shared
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.content.headline import brief
 from tests.callbacks.quickfit import fit
 
@@ -34,7 +35,8 @@ def verdict(layer, ratio):
 )
 def test_words(verdicts, said):
     summary = {"violations": float(len(verdicts))}
-    assert brief(Measurement(5, LAYERS, {"update_natural": torch.ones(4)}, summary, verdicts)) == said
+    values, states = {"update_natural": torch.ones(4)}, {info.name: LayerState("healthy") for info in LAYERS}
+    assert brief(Measurement(5, LAYERS, values, summary, verdicts, states=states)) == said
 
 
 def test_nothing_is_inside_where_nothing_is_known():

@@ -15,6 +15,7 @@ import torch
 import spectral_monitor
 from spectral_monitor import LayerInfo, Measurement, Verdict
 from spectral_monitor.cli import main
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting import JSONLinesSink
 from spectral_monitor.scaling import MUP
 from tests.cli.logged_runs import fails
@@ -27,7 +28,8 @@ FILE = "spectral_monitor.jsonl"
 def measured(step, factor=1.0, layers=LAYERS):
     values = torch.linspace(0.1, 0.3, len(layers)) * factor
     verdict = Verdict(layers[0].name, "update_natural", 0.1, (0.2, 0.4), 0.1, step, 3, "unknown", "look at it")
-    return Measurement(step, layers, {"update_natural": values}, {"violations": 1.0}, (verdict,))
+    states = {info.name: LayerState("healthy") for info in layers}
+    return Measurement(step, layers, {"update_natural": values}, {"violations": 1.0}, (verdict,), states=states)
 
 
 def logged(path, *measurements):

@@ -83,27 +83,6 @@ def test_settings_are_written_and_read_back(tmp_path):
     assert profile.lacks == ""
 
 
-def as_version_1(path):
-    data = json.loads(path.read_text())
-    for layer in data["layers"].values():
-        for key in ("fan_in", "fan_out", "taps", "settings"):
-            layer.pop(key, None)
-    path.write_text(json.dumps(data | {"version": 1}))
-
-
-def test_a_file_of_version_1_is_read_and_says_what_it_lacks(path):
-    before = load_profile(path)
-    as_version_1(path)
-    profile = load_profile(path)
-    assert (profile.roles, profile.steps, profile.points) == (before.roles, before.steps, before.points)
-    assert not profile.fans
-    assert profile.lacks == (
-        "the profile holds no fan_in and fan_out: widths cannot be compared, and no optimizer family: the optimizer "
-        "cannot be compared; save it again to add that"
-    )
-    profile.check(LAYERS.values(), dict.fromkeys(LAYERS, SGD))
-
-
 def test_a_profile_without_settings_says_so(path):
     assert load_profile(path).lacks == (
         "the profile holds no optimizer family: the optimizer cannot be compared; save it again to add that"

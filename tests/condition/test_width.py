@@ -157,7 +157,7 @@ def test_the_sentence_has_the_numbers_of_the_settings():
 @pytest.mark.parametrize(
     ("held", "measurement"),
     [
-        (profile(fans={}), wide(update=grown(8.0))),  # of version 1
+        (profile(fans={}), wide(update=grown(8.0))),
         (profile(), wide(factor=1, update=grown(8.0))),  # another fault: nothing is wider
         (profile(steps=(50, 128)), wide(update=grown(8.0))),  # the profile began later
         (profile(), wide(129, update=grown(8.0))),  # and ended sooner

@@ -12,6 +12,7 @@ from torch import nn
 
 from spectral_monitor import SpectralProbe
 from spectral_monitor.reporting import JSONLinesSink
+from spectral_monitor.reporting.content.labels import quantity_title
 from spectral_monitor.reporting.files.runs import run_file
 from spectral_monitor.reporting.html.limit_lines import NAME, limit_sentences, limit_traces
 from spectral_monitor.reporting.limit_run import read_limit, write_limit
@@ -113,9 +114,10 @@ def test_the_sentence_is_of_the_farthest_layer():
     run, limit = training(256), line()
     said = limit_sentences(run, limit)
     assert len(said) == 3  # not of norms that go with the width
-    for sentence, key in zip(sorted(said), sorted(KEYS[:3]), strict=True):
+    for sentence, key in zip(sorted(said), sorted(KEYS[:3], key=quantity_title), strict=True):
         worst = max(abs(run[-1].value(key, n) / limit[-1].value(key, n) - 1) for n in ("net.0", "net.1"))
-        assert sentence == f"At step {STEPS} {key} is within {math.ceil(100 * worst)} % of its limit of infinite width."
+        what = f"At step {STEPS} the {quantity_title(key)} is within {math.ceil(100 * worst)} %"
+        assert sentence == f"{what} of its limit of infinite width."
     assert limit_sentences(run[:-1], limit[-1:]) == []
 
 

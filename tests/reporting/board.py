@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.panels import PANELS
 
@@ -36,7 +37,8 @@ def measurement(step=10, of=None, keys=tuple(QUANTITIES), outside=(), banded=("u
     values = {key: torch.rand(len(of), generator=generator) + 0.01 for key in keys}
     bands = {key: torch.tensor([[0.1, 0.9, 0.3]] * len(of)) for key in banded}
     summary = {**SUMMARY, "violations": float(len(outside))}
-    return Measurement(step, of, values, summary, tuple(map(verdict, outside)), bands=bands)
+    states = {info.name: LayerState("healthy") for info in of if info.is_matrix}
+    return Measurement(step, of, values, summary, tuple(map(verdict, outside)), bands=bands, states=states)
 
 
 def read(writer):

@@ -32,7 +32,9 @@ SENTENCE = "update 66 times its share: learning rate 100 times that of the other
 def measured(*outside, quantity="update_natural"):
     verdicts = tuple(Verdict(n, quantity, 9.0, (0.06, 4.0), 66.0, 120, 7, "lr_too_large", SENTENCE) for n in outside)
     values = {key: torch.arange(4.0) + k for k, key in enumerate(KEYS)}
-    return measurement_rows(Measurement(500, LAYERS, values, {"violations": float(len(outside))}, verdicts))
+    states = dict.fromkeys(NAMES, LayerState("healthy"))
+    summary = {"violations": float(len(outside))}
+    return measurement_rows(Measurement(500, LAYERS, values, summary, verdicts, states=states))
 
 
 def words(text):

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from spectral_monitor import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.html.figures import escaped
 from spectral_monitor.reporting.html.report import report
 from spectral_monitor.reporting.tensorboard_sink.sink import TensorBoardSink
 from spectral_monitor.reporting.wandb_sink.charts import charts
@@ -112,10 +113,11 @@ def test_on_the_page(key):
     words = re.sub(r"<[^>]*>", " ", title)
     words = " ".join(words.replace("&#37;", "%").replace("&gt;", ">").replace("&lt;", "<").split())
     entry = QUANTITIES[key]
-    assert words.startswith(key)
+    assert words.startswith(f"{entry.title} {key}")
     assert entry.unit == "ratio" or entry.unit in words
+    assert all(f"{entry.title} %" in trace["hovertemplate"] for trace in figure["data"] if "meta" in trace)
     assert entry.meaning in words
-    assert f"<dt>{key}</dt>" in text
+    assert f"<dt>{escaped(entry.title)} ({key})</dt>" in text
 
 
 @pytest.mark.parametrize("key", SHOWN)
@@ -143,7 +145,7 @@ def test_in_the_charts_of_wandb(key):
     assert list(found) == [f"spectral/charts/{key}"]
     (chart,) = found.values()
     assert isinstance(chart, wandb.plot.CustomChart)
-    assert chart.spec.string_fields["title"].startswith(f"{ANSWERED[key]} ({key}")
+    assert chart.spec.string_fields["title"].startswith(f"{ANSWERED[key]} ({QUANTITIES[key].title}")
     assert len({row[1] for row in chart.table.data}) == 6
 
 

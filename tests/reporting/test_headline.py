@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
-import torch
 
-from spectral_monitor import LayerInfo, Measurement
+from spectral_monitor import Measurement
 from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.content.headline import announcement, brief, headline, headlines, lifted_line
 from spectral_monitor.reporting.content.tally import disturbed, off, root_keys, tally
@@ -106,26 +104,11 @@ def test_a_layer_without_a_state_was_not_judged():
     assert headline(some) == "1 of 75 layers healthy, 74 not judged"
 
 
-@pytest.mark.parametrize("states", [{}, dict.fromkeys(MATRICES, LayerState("not judged", "NaN"))])
-def test_nothing_is_healthy_where_nothing_was_judged(states):
-    nan = {"update_natural": torch.full((len(gpt.LAYERS),), math.nan)}
-    lost = replace(measured(), states=states, values=nan, reasons={"*/*": "NaN"}, bands={})
+def test_nothing_is_healthy_where_nothing_was_judged():
+    lost = replace(measured(), states=dict.fromkeys(MATRICES, LayerState("not judged", "NaN")), bands={})
     assert headline(lost) == "not judged: NaN"
-    assert headline(replace(lost, values={}, states={})).startswith("not judged: none of update_natural, ")
     assert headline(replace(measured(), states={}, summary={})) == "not judged: this measurement was not judged"
     assert headline(Measurement(5, (), {}, {"violations": 0.0}, states={})).startswith("not judged")
-
-
-def test_files_of_earlier_versions():
-    """Without states: whatever could be judged is healthy or off, and a passing excess is said."""
-    old = replace(measured(), states={})
-    assert headline(old) == "all 75 layers healthy"
-    assert headline(replace(old, verdicts=(replace(root(), layers=()),))).startswith("1 of 75 layers off: h.7.mlp.c_fc")
-    old.values["update_natural"][3] = 0.9
-    assert headline(old) == "74 of 75 layers healthy, 1 outside the limits just now (off only if it lasts)"
-    only = (LayerInfo("head", "readout", 10, 64, (10, 64)),)
-    one = Measurement(5, only, {"update_natural": torch.ones(1)}, {"violations": 0.0})
-    assert headline(one) == "the only layer is healthy"
 
 
 def test_what_a_root_says_when_it_begins():

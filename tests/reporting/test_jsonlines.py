@@ -84,26 +84,6 @@ def test_every_line_is_strict_json_and_layers_are_there_once(tmp_path):
     assert [layer["name"] for layer in rows[0]["layers"]] == list(NAMES)
 
 
-def test_a_file_of_the_first_version_has_neither_states_nor_roots(tmp_path):
-    sink = JSONLinesSink(tmp_path / "run.jsonl")
-    sink.write(measurement())
-    head, line = (json.loads(text) for text in sink.path.read_text().splitlines())
-    assert (head["version"], head.pop("version")) == (2, 2)
-    del line["states"]
-    for verdict in line["verdicts"]:
-        for key in ("layers", "root", "consequences", "remedy"):
-            del verdict[key]
-    sink.path.write_text(f"{json.dumps({**head, 'version': 1})}\n{json.dumps(line)}\n")
-    (found,) = read_measurements(sink.path)
-    assert found.states == {}
-    assert found.roots == found.verdicts
-    assert [(verdict.layer, verdict.layers) for verdict in found.verdicts] == [
-        *[(NAMES[0], ())] * 2,
-        (NAMES[1], ()),
-    ]
-    assert found.table() == replace(measurement(), states={}, verdicts=found.verdicts).table()
-
-
 def test_other_layers_are_described_anew(tmp_path):
     sink = JSONLinesSink(tmp_path / "run.jsonl")
     wanted = [measurement(1), measurement(2, LAYERS[:2]), measurement(3, LAYERS[:2]), measurement(4)]
@@ -192,7 +172,8 @@ def test_a_line_that_could_not_be_written_in_full_is_left_out(tmp_path, monkeypa
         '[1, 2]\n[3]\n',
         '{"format": "other", "version": 1, "layers": []}\n\n',
         '{"format": "spectral_monitor.measurements", "version": 99, "layers": []}\n\n',
-        '{"format": "spectral_monitor.measurements", "version": 1, "layers": [{"name": 1}]}\n\n',
+        '{"format": "spectral_monitor.measurements", "version": 1, "layers": []}\n\n',
+        '{"format": "spectral_monitor.measurements", "version": 2, "layers": [{"name": 1}]}\n\n',
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_ours_is_refused(tmp_path, text):

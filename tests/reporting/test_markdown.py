@@ -11,6 +11,7 @@ import torch
 from tensorboard import plugin_util
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.text.markdown import MAX_LISTED, escaped, verdict_markdown
 from tests.reporting import gpt
 
@@ -69,10 +70,11 @@ def verdict(layer, band=(0.06, 4.0), sentence="update 18 times its share; divide
     return Verdict(layer, "update_natural", 9.04, band, 18.0, steps, 7, "lr_too_large", sentence)
 
 
-def read(*verdicts, names=("a", "b", "c"), values=None, bands=None, **summary):
+def read(*verdicts, names=("a", "b", "c"), values=None, **summary):
+    states = {} if summary else dict.fromkeys(names, LayerState("healthy"))
     summary = summary or {"violations": float(len(verdicts))}
     values = values or {"update_natural": torch.ones(len(names))}
-    measurement = Measurement(500, layers(*names), values, summary, verdicts, bands=bands or {})
+    measurement = Measurement(500, layers(*names), values, summary, verdicts, states=states)
     return Cells(verdict_markdown(measurement))
 
 
@@ -105,20 +107,12 @@ def test_nobody_has_judged():
     assert read(overhead_ms=3.0).paragraphs == ["Step 500: not judged: this measurement was not judged"]
 
 
-def test_outside_is_not_called_inside_before_there_is_a_verdict():
-    band = {"update_natural": torch.tensor([[0.5, 2.0, 1.0]] * 3)}
-    for value, many in ((1.9, 0), (2.1, 1), (0.4, 1), (math.nan, 0)):
-        told = read(values={"update_natural": torch.tensor([1.0, value, 1.0])}, bands=band).paragraphs
-        inside = "Step 500: all 3 layers healthy"
-        passing = "Step 500: 2 of 3 layers healthy, 1 outside the limits just now (off only if it lasts)"
-        assert told == [passing if many else inside], value
-
-
 def test_matrices_are_counted_and_vectors_with_a_verdict():
     some = (*layers("a", "b"), *layers("a.bias", "b.bias", role="vector"))
     values = {"update_natural": torch.ones(4)}
     for told, count in (((), "all 2"), ((verdict("b.bias"),), "1 of 3")):
-        measurement = Measurement(5, some, values, {"violations": 0.0}, told)
+        states = dict.fromkeys("ab", LayerState("healthy"))
+        measurement = Measurement(5, some, values, {"violations": 0.0}, told, states=states)
         assert Cells(verdict_markdown(measurement)).paragraphs[0].startswith(f"Step 5: {count} layers")
 
 

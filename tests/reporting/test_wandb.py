@@ -142,7 +142,7 @@ def test_charts_are_in_the_row_of_every_fifth_measurement_and_of_the_end(faulty)
     assert list(faulty.file.media("spectral/heatmaps/")) == [5, 9, 19, 29, 39, 45]
     chart = faulty.file.config["_wandb/visualize/spectral/charts/update_natural"]
     title = chart["panel_config"]["stringSettings"]["title"]
-    assert title == "Are updates the right size? (update_natural, RMS / RMS, log10)"
+    assert title == "Are updates the right size? (update size, RMS / RMS, log10)"
 
 
 def test_the_table_of_verdicts_is_logged_with_the_pictures(faulty):
@@ -154,7 +154,7 @@ def test_the_table_of_verdicts_is_logged_with_the_pictures(faulty):
     wanted = {
         "step": 6,
         "layer": "net.2",
-        "quantity": verdict.quantity,
+        "quantity": "update size",
         "value": pytest.approx(verdict.value),
         "low": pytest.approx(verdict.band[0]),
         "high": pytest.approx(verdict.band[1]),

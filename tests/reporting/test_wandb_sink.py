@@ -15,6 +15,7 @@ from torch import nn
 
 from spectral_monitor import LayerInfo, Measurement, SpectralProbe
 from spectral_monitor.condition import Verdict
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.reporting.content import essentials as essentials_module
 from spectral_monitor.reporting.content.essentials import essentials
 from spectral_monitor.reporting.content.history import History
@@ -134,7 +135,8 @@ def measured(step, *outside, layers=("a", "b", "c")):
     infos = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in layers)
     values = {key: torch.full((len(layers),), 0.5) for key in ("weight_natural", "update_natural", "lr")}
     verdicts = tuple(verdict(layer) for layer in outside)
-    return Measurement(step, infos, values, {"violations": float(len(outside))}, verdicts)
+    states = dict.fromkeys(layers, LayerState("healthy"))
+    return Measurement(step, infos, values, {"violations": float(len(outside))}, verdicts, states=states)
 
 
 @pytest.fixture

@@ -68,9 +68,9 @@ def test_every_number_that_lies_over_other_runs_is_in_a_section(package):
     shown = {key for plot in plots.values() for key in plot.y}
     assert {f"spectral_{key}" for key in OVERLAID} <= shown
     assert shown <= {*(f"spectral_{key}" for key in OVERLAID), *(f"spectral/summary/{key}" for key in SUMMARIES)}
-    assert plots["spectral_update_ratio"].log_y
-    assert not plots["spectral_vs_typical_log2"].log_y
-    assert not plots["spectral_bfa_cos"].log_y, "it may be below 0"
+    assert plots["update over weight"].log_y
+    assert not plots["update size vs. typical, log2"].log_y
+    assert not plots["do outputs move downhill, cosine"].log_y, "it may be below 0"
     assert {plot.x for plot in plots.values() if plot.y} == {"trainer/global_step"}
 
 

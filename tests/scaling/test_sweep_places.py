@@ -133,21 +133,6 @@ def test_places_are_kept(tmp_path):
     assert row["places"]["tokens"] == of_tied | {"branches": 1, "on_branch": False}
 
 
-def test_points_of_older_files_have_no_places(tmp_path):
-    """They are read all the same, and predictions are what layers alone tell."""
-    path = tmp_path / "sweep.jsonl"
-    fresh = found(lambda width: Depthwise(width, 4), images, path=path)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        del row["places"]
-    path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows[:-1]))
-    read = found(lambda width: Depthwise(width, 4), images, path=path)
-    assert len(path.read_text().splitlines()) == len(rows)  # one was trained anew
-    for key, slope in fresh.items():
-        assert read[key].fit == slope.fit
-        assert read[key].predicted == pytest.approx(slope.predicted)
-
-
 def test_a_place_is_taken_before_what_a_layer_tells():
     infos = [[LayerInfo("0", "embedding", w, 1, (9, w)), LayerInfo("1", "readout", 9, w, (9, w))] for w in (64, 128)]
     places = [{"0": LayerPosition("readout", w, 9, 0, 1), "1": LayerPosition("readout", w, 9, 0, 1)} for w in (64, 128)]

@@ -65,8 +65,11 @@ WORKS = {
     ),
     'inspect("model.pt")': lambda s: sm.inspect(s.checkpoint)["2"] == sm.inspect(s.model)["2"],
     "dir(monitor)": lambda s: "to_pandas" in dir(s.monitor) and not [n for n in dir(s.monitor) if n.startswith("on_")],
-    "monitor[-1]": lambda s: s.monitor[-1] is s.monitor.latest,
-    "load(run).latest": lambda s: sm.load(s.folder).latest.step == 12,
+    "monitor[-1]": lambda s: s.monitor[-1] is s.monitor.latest and "matrices=5, vectors=5," in repr(s.monitor[-1]),
+    "load(run).latest": lambda s: (
+        sm.load(s.folder).latest.step == 12
+        and repr(sm.load(s.folder)) == "Run(measurements=4, steps=3 to 12, matrices=5, vectors=5)"
+    ),
     "load(run).plot()": lambda s: len(sm.load(s.folder).plot().data) >= 5,
     "load(run).verdicts": lambda s: "lr_too_large" in {v.cause for v in sm.load(s.folder).verdicts},
     'monitor.plot(layers="net.2*")': lambda s: (

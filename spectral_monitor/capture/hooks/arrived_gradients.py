@@ -38,11 +38,9 @@ class ArrivedGradients:
     optimizer in the graph, so a pass is also noticed at the outputs of their modules.
 
     Args:
-        optimizers: the owners of the gradients.
         model: the model of several processes, with FSDP's wrapper if there is one; ``None`` in a single process.
         flat: ids of the parameters that FSDP1 shards.
         norms_of: returns the norms of the local gradients of parameters.
-        harmless: entered around the work of hooks.
     """
 
     def __init__(

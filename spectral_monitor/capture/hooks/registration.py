@@ -75,8 +75,6 @@ class Hooks(Generic[Owner]):
         Args:
             owner: the module or optimizer whose calls are seen.
             register: the method of the owner, or of a part of it, that registers a hook.
-            function: called by the hook.
-            options: for ``register``.
         """
         if owner not in self._compiled_earlier:
             self._live.append((owner, hook := Hook(function)))

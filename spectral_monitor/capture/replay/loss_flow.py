@@ -31,9 +31,7 @@ class LossFlow:
         gradients: those that arrived at the loss; usually one.
         handles: of the hooks, on tensors and on nodes of the graph.
 
-    Args:
-        loss: in the output of the call, with its graph.
-        output: the output of the call.
+    ``loss``: in the output of the call, with its graph.
     """
 
     def __init__(self, loss: Tensor, output: Any) -> None:

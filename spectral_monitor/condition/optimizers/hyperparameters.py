@@ -145,7 +145,6 @@ def hyperparameters(
     """Return the settings of every layer; only reads.
 
     Args:
-        layers: the measured layers, vectors included.
         optimizers: those that train them; if several groups hold parts of a layer, the first counts.
         plans: the courses of the parameters' learning rates, as far as they are known.
     """

@@ -34,10 +34,6 @@ _KINDS = {
 def describe(layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters]) -> str:
     """Return the recipe in a sentence; empty if settings follow no known recipe.
 
-    Args:
-        layers: the measured layers.
-        settings: layer -> its optimizer's settings.
-
     Example:
         >>> infos = [LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "ab"]
         >>> adam = Hyperparameters("Adam", "adam", 0, 0, 0.001, 0.001)
@@ -68,9 +64,7 @@ def relative_rates(layers: Sequence[Layer], settings: Mapping[str, Hyperparamete
     Layer-wise decay, heads, new layers and adapters with a rate of their own keep it. Rates that follow a rule of width
     (muP), or differ for no known reason, count as 1.
 
-    Args:
-        layers: the measured layers, vectors included.
-        settings: layer -> its optimizer's settings.
+    ``layers``: the measured layers, vectors included.
     """
     matrices: dict[tuple[int, str], list[Rated]] = defaultdict(list)
     vectors: dict[tuple[int, str], list[Rated]] = defaultdict(list)

@@ -20,16 +20,12 @@ from spectral_monitor.measurement import DENSE, LayerInfo, Measurement
 from spectral_monitor.messages import joined
 
 FORMAT, VERSION = "spectral_monitor profile", 2
-READABLE = (1, 2)
-"""Versions that are read; version 1 has neither fans nor settings."""
 KEYS = ("weight_natural", "update_natural", "lr")
 EXACT, NUMBERS = ("optimizer", "family", "group"), ("peak", "eps", "momentum", "weight_decay")
 """Settings of each layer in a profile; numbers may be unknown."""
 MAX_NAMES = 6
 """Largest number of layers of each kind in an error."""
-EXPECTED = (
-    f"expected a file written by save_profile (JSON, format {FORMAT!r}, version {' or '.join(map(str, READABLE))})"
-)
+EXPECTED = f"expected a file written by save_profile (JSON, format {FORMAT!r}, version {VERSION})"
 
 
 class ProfilePoint(NamedTuple):
@@ -81,7 +77,7 @@ class Profile:
         roles: layer -> role.
         steps: layer -> steps at which it was measured, in rising order.
         points: layer -> its norms and learning rate at these steps.
-        fans: layer -> sizes of its matrices; empty if the file is of version 1.
+        fans: layer -> sizes of its matrices.
         settings: layer -> those settings of its optimizer that are in :data:`EXACT` and :data:`NUMBERS`; layers whose
             optimizer was unknown are missing.
 
@@ -130,19 +126,14 @@ class Profile:
             >>> Profile({}, {}, {}, fans={"head": Fans(8, 2)}).lacks
             'the profile holds no optimizer family: the optimizer cannot be compared; save it again to add that'
         """
-        parts = []
-        if not self.fans:
-            parts.append("no fan_in and fan_out: widths cannot be compared")
-        if not self.settings:
-            parts.append("no optimizer family: the optimizer cannot be compared")
-        return f"the profile holds {', and '.join(parts)}; save it again to add that" if parts else ""
+        if self.settings:
+            return ""
+        return "the profile holds no optimizer family: the optimizer cannot be compared; save it again to add that"
 
     def check(self, layers: Iterable[LayerInfo], settings: Mapping[str, Hyperparameters] | None = None) -> None:
         """Refuse to be the reference of another model or of another kind of optimizer; widths may differ.
 
-        Args:
-            layers: layers of the run to judge.
-            settings: layer -> settings of its optimizer in that run; unknown families are not compared.
+        ``settings``: layer -> settings of its optimizer in that run; unknown families are not compared.
 
         Raises:
             ValueError: with the layers that are missing, have other roles, or are trained by an optimizer of another
@@ -257,10 +248,10 @@ def _new_entry(info: LayerInfo, setting: Hyperparameters | None) -> dict[str, An
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile; :attr:`Profile.lacks` says what is missing from files of version 1.
+    """Read a profile.
 
     Raises:
-        ValueError: there is no such file, or it is not a complete profile of a readable version.
+        ValueError: there is no such file, or it is not a complete profile of this version.
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -270,15 +261,15 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         raise ValueError(f"profile {str(path)!r} is not JSON or was cut off ({error}); {EXPECTED}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is not a profile; {EXPECTED}")
-    if data.get("version") not in READABLE:
+    if data.get("version") != VERSION:
         raise ValueError(f"profile {str(path)!r} has version {data.get('version')!r}; {EXPECTED}")
     try:
-        return _parsed(data["layers"], data["version"])
+        return _parsed(data["layers"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"profile {str(path)!r} is damaged ({type(error).__name__}: {error}); {EXPECTED}") from None
 
 
-def _parsed(layers: Mapping[str, Mapping[str, Any]], version: int) -> Profile:
+def _parsed(layers: Mapping[str, Mapping[str, Any]]) -> Profile:
     steps = {name: tuple(map(int, layer["steps"])) for name, layer in layers.items()}
     points = {
         name: tuple(ProfilePoint(*map(float, values)) for values in zip(*(layer[key] for key in KEYS), strict=True))
@@ -292,8 +283,6 @@ def _parsed(layers: Mapping[str, Mapping[str, Any]], version: int) -> Profile:
     if not steps:
         raise ValueError("it has no layers")
     roles = {name: str(layer["role"]) for name, layer in layers.items()}
-    if version == 1:
-        return Profile(roles, steps, points)
     fans = {name: _fans(name, layer) for name, layer in layers.items()}
     settings = {name: _setting(layer["settings"]) for name, layer in layers.items() if "settings" in layer}
     return Profile(roles, steps, points, fans, settings)

@@ -98,7 +98,6 @@ def compare_widths(
     """Compare a measurement's updates with those of a profile whose layers have fewer inputs.
 
     Args:
-        profile: profile of a narrow run.
         measurement: measurement with ``update_natural`` and ``lr``.
         settings: layer -> settings of its optimizer; the measured ratio is the divisor of unknown families.
 

@@ -60,10 +60,7 @@ class LossTrend(Memory):
     def findings(self, measurement: Measurement, network: Network, pace: float) -> Iterator[Finding]:
         """Yield the findings on the loss, healthy or not.
 
-        Args:
-            measurement: has the loss and the edge in its summary.
-            network: all layers at the same measurement.
-            pace: largest relative update of the median layer so far.
+        ``pace``: largest relative update of the median layer so far.
         """
         yield from self._lost_ground(measurement, network, pace)
         yield from self._overshooting(measurement)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from spectral_monitor.arguments import is_number
 from spectral_monitor.capture.hooks.optimizer import Closure, OptimizerCapture, with_closure
 from spectral_monitor.capture.hooks.registration import Hook
 from spectral_monitor.correction.override.group_split import Expansion, lists_of
-from spectral_monitor.parametrization.param_groups import is_number
 
 _UNFIT = {
     "LBFGS": "it reads one group before it knows the gradient, and uses one step size for all parameters",

@@ -58,12 +58,7 @@ class Readouts:
                 self._trainers[i] = backward_pass
 
     def see(self, features: FeatureCapture, unused: set[int]) -> dict[int, float]:
-        """Return this process's report on each operator that it observed in this step.
-
-        Args:
-            features: what was called.
-            unused: layers that had no gradient.
-        """
+        """Return this process's report on each operator that it observed in this step."""
         calls = {i: features.calls[i] for i in self._operators if i in features.calls}
         is_readout = readouts(_in_order(calls), self._trainers)
         trainers = {self._trainers[i] for i in is_readout if i in self._trainers}

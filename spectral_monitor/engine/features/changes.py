@@ -55,9 +55,7 @@ class ChangeStage:
         """Put all changes, that of the loss included if it is known; note in ``facts`` what was compared.
 
         Args:
-            outcome: what was run again in this process.
             all_samples: whether this process has seen that forwards must be of all samples.
-            facts: of the step.
             before: the loss before the step, where all processes know it.
         """
         routines: list[Coroutine[Any]] = []

@@ -69,9 +69,7 @@ class GraphPasses:
     def measure(self, forward: Replayable | None, outputs: Outputs) -> None:
         """Measure the quantities that need a graph.
 
-        Args:
-            forward: the step's forward, if it can be run again.
-            outputs: of the layers, before the step, with their gradients.
+        ``outputs``: of the layers, before the step, with their gradients.
         """
         accumulated = ACCUMULATED if self.facts.accumulated > 1 else ""
         if (MOMENTS | EXTREMES) & self.keys:

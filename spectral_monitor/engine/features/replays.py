@@ -196,7 +196,6 @@ class Replays:
         Args:
             due: whether the probe batch is run.
             replayable: the step's forward; ``None`` if it cannot be run again, for a reason among the facts.
-            subset_state: whether the first samples are enough.
             replay: the outputs to compare with, of the first samples if those are enough.
             context: the precision to run under.
         """

@@ -116,7 +116,6 @@ class StepLoss:
 
         Args:
             forward: of the last micro-batch.
-            context: entered around each.
             earlier: micro-batches before the last one whose gradients are part of the step.
         """
         if self.wanted:
@@ -161,10 +160,7 @@ class StepLoss:
 
         Args:
             optimizers: how many made a step.
-            step_inputs: what the training loop knows of the step.
-            reports: of all processes.
             facts: of the step; the reason goes there, and the precision of the loss.
-            processes: those that train together.
             out: the change goes there.
         """
         replayable = all(step.loss_replayable for step in reports.steps)

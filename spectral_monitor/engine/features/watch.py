@@ -136,10 +136,7 @@ class FeatureWatch:
     def offer(self, training_step: Replayable, gradient: float, context: Context) -> None:
         """Take a training step whose backward pass begins now, to be run again where its parts cannot be seen.
 
-        Args:
-            training_step: to be run again.
-            gradient: of its loss, with which the backward pass begins.
-            context: entered around it.
+        ``gradient``: of its loss, with which the backward pass begins.
         """
         self.replays.training_step, self._context = (training_step, LossGradient(gradient)), context
 
@@ -240,8 +237,6 @@ class FeatureWatch:
         """Run the forward again and measure how the step changed the features.
 
         Args:
-            forward, rows: those of the step.
-            step_inputs: what the training loop knows of the step.
             due: whether the probe batch is run again too.
             stage: has the weights before the step, and their learning rates.
             start: parameter name -> its value at the start of the run, where a quantity needs it.

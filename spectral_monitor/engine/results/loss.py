@@ -55,11 +55,8 @@ def edge(
     Kalra and others (arXiv 2601.16979) is the one of the second length.
 
     Args:
-        summary: the values of the whole network so far.
         loss: before the step.
         no_loss: why its change is not known, if it is not.
-        optimizers: the number that made a step.
-        facts: of the step.
     """
     change, predicted = summary["loss_change"], summary["loss_change_predicted"]
     value = 2 * (1 - change / predicted) if predicted else math.nan
@@ -91,11 +88,7 @@ def loss_distance(loss: float, layers: Sequence[Layer], raw: Raw, facts: StepCon
     least ``L / |b|_F``, so over N entries ``rms(r) >= L / (N rms(b))``. The factor of the loss, and whether it is a sum
     or a mean, cancel. The bound is half the RMS of the residuals for squared errors, and their mean for absolute ones.
 
-    Args:
-        loss: with which the backward pass began, before it was divided and scaled.
-        layers: of the network; its outputs are those of the readouts.
-        raw: the raw scalars.
-        facts: of the step.
+    ``loss``: with which the backward pass began, before it was divided and scaled.
     """
     if not math.isfinite(loss) or loss <= 0:
         return math.nan, NOT_BEGUN if math.isnan(loss) else NOT_POSITIVE

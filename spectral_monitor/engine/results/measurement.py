@@ -35,11 +35,6 @@ def measurement_of(
     """Return every quantity of every layer, and the summary of the network.
 
     Args:
-        step: its number.
-        layers: rows of the measurement.
-        requested: its settings.
-        facts: of the step.
-        raw: the raw scalars.
         reasons: of earlier measurements with the same quantities; mostly the same, so that measurements share them.
         skipped: the number of earlier updates that were skipped.
     """

@@ -96,10 +96,7 @@ def _readout_contribution(contributions: Sequence[float], layers: Sequence[Layer
 def other_reasons(summary: Mapping[str, float], layers: Sequence[Layer], reasons: Mapping[str, str]) -> dict[str, str]:
     """Return reasons for NaN values of a summary that have none yet, under the keys of a measurement's reasons.
 
-    Args:
-        summary: values of the whole network.
-        layers: those of the measurement.
-        reasons: those that are known already.
+    ``reasons``: those that are known already.
     """
     added = {}
     for key in [key for key, value in summary.items() if math.isnan(value) and f"{key}/{SUMMARY}" not in reasons]:
@@ -126,9 +123,6 @@ def properties(
 
     Args:
         values: quantities of each layer, tier "full".
-        summary: the values of the whole network so far.
-        layers: those of the values.
-        raw: the raw scalars.
         eps: layer index -> rounding of its outputs.
     """
     hidden = [i for i, layer in enumerate(layers) if layer.info.role == "operator"]

@@ -60,7 +60,6 @@ def adam_state(
         members: layer index -> layers that it trains.
         copies: the number of processes that hold the same part of a parameter.
         facts: of the step; they receive the reasons for missing moments.
-        out: receives the values.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     layers = sorted(i for i in members if members[i].layer.info.role != "vector")

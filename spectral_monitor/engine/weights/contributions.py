@@ -75,9 +75,7 @@ class ContributionStage:
     def before(self, optimizer: Optimizer, members: Mapping[int, BatchMember]) -> Gradients:
         """Copy the parameters that are about to change, except for matrices, which are copied anyway.
 
-        Args:
-            optimizer: it is about to step.
-            members: the layers it trains.
+        ``optimizer``: it is about to step.
         """
         owned = {id(p) for p in parameters_of(optimizer)}
         measured = {id(p) for i, m in members.items() for p in m.layer.sources if i not in self._facts.divided}

@@ -256,9 +256,7 @@ class Chunk(NamedTuple):
 def chunks(stacks: Sequence[MatrixBatch], copies: int) -> list[Chunk]:
     """Return stacks of a single process in chunks that fit into memory; a single chunk if possible.
 
-    Args:
-        stacks: all stacks, with buffers.
-        copies: the number of copies of a matrix (updates, and so on) in a solve for everything.
+    ``copies``: the number of copies of a matrix (updates, and so on) in a solve for everything.
     """
     weights = sum(sum(math.prod(size) for size in stack.sizes) * stack.dtype.itemsize for stack in stacks)
     devices = {stack.like.device for stack in stacks if stack.like.device.type == "cuda"}

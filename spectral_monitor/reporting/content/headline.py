@@ -175,8 +175,6 @@ def _layers(measurement: Measurement, count: Tally) -> str:
         parts.append(f"{count.healthy} of {count.layers} layers healthy")
     if (count.off or count.disturbed) and count.healthy:
         parts.append(f"{count.healthy} healthy")
-    if count.passing:
-        parts.append(f"{len(count.passing)} outside the limits just now (off only if it lasts)")
     if count.not_judged:
         parts.append(f"{count.layers - count.judged} {NOT_JUDGED}: {_reasons(count)}".removesuffix(": "))
     answer, *details = parts

@@ -40,6 +40,17 @@ def quantity_title(key: str) -> str:
     return QUANTITIES[key].title or key if key in QUANTITIES else key.replace("_", " ")
 
 
+def titles_of(key: str) -> list[str]:
+    """Return the title of a quantity's chart and, as a line below it, the key and the unit; the latter if it has none.
+
+    Example:
+        >>> titles_of("weight_natural"), titles_of("weight_norm")
+        (['weight size', 'weight_natural, RMS / RMS'], ['weight_norm, output / input'])
+    """
+    entry = QUANTITIES[key]
+    return [entry.title, entry.counted_in] if entry.title else [entry.counted_in]
+
+
 @lru_cache(maxsize=8)  # the layers are the same in every picture
 def shortened(names: tuple[str, ...], length: int = MAX_NAME_LENGTH) -> dict[str, str]:
     """Return name -> the name, or the parts that distinguish it from the others; no two results are equal.
@@ -47,9 +58,7 @@ def shortened(names: tuple[str, ...], length: int = MAX_NAME_LENGTH) -> dict[str
     Numbers that differ and the ``*`` of a family are kept first, then the most distinctive parts, then the end. Names
     that differ only in numbers, or in their last part, are cut in the same way. The order of the names does not matter.
 
-    Args:
-        names: of all layers that are shown.
-        length: characters of a result, at most; more only if two results would be equal.
+    ``length``: characters of a result, at most; more only if two results would be equal.
 
     Example:
         >>> names = ("head", *(f"bert.encoder.layer.{i}.attention.self.query" for i in range(12)))
@@ -145,7 +154,6 @@ def _shortened_family(family: Sequence[list[str]], prefixes: Counter[tuple[str, 
         family: the units of each name, equally many.
         prefixes: first units -> number of names that begin with them. The fewer of them a unit leaves, the more
             distinctive it is.
-        length: characters of a name, at most.
     """
     if all(len("".join(units)) <= length for units in family):
         return ["".join(units) for units in family]

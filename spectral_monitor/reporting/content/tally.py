@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +23,6 @@ class Tally:
     off: tuple[str, ...] = ()  # layers that a root verdict names, in the order of the verdicts
     # layer -> the root that it follows from, in the order of the roots
     disturbed: dict[str, str] = field(default_factory=dict)
-    # layers outside a band that have no verdict yet; only where a measurement has no states
-    passing: tuple[str, ...] = ()
     # reason -> layers, the most frequent reason first
     not_judged: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -37,7 +34,7 @@ class Tally:
     @property
     def healthy(self) -> int:
         """Number of healthy layers."""
-        return self.judged - len(self.off) - len(self.disturbed) - len(self.passing)
+        return self.judged - len(self.off) - len(self.disturbed)
 
     @property
     def state(self) -> str:
@@ -86,9 +83,6 @@ def followers(root: Verdict, measurement: Measurement) -> list[str]:
 def tally(measurement: Measurement) -> Tally:
     """Count the layers of a measurement by their state.
 
-    Files of earlier versions have no states: there, layers count as judged if a quantity of :data:`JUDGED_BY` has a
-    value.
-
     Example:
         >>> from spectral_monitor import LayerInfo
         >>> layers = tuple(LayerInfo(name, "operator", 8, 8, (8, 8)) for name in "abc")
@@ -99,25 +93,21 @@ def tally(measurement: Measurement) -> Tally:
     """
     off_layers, follow = dict.fromkeys(off(measurement)), disturbed(measurement)
     names = [info.name for info in measurement.layers if info.is_matrix]
-    states = measurement.states or _states(measurement, names)
-    healthy: set[str] = set()
+    missing = LayerState(NOT_JUDGED, "" if measurement.states else NOBODY)
     not_judged: dict[str, list[str]] = {}
     for name in names:
         if name not in off_layers and name not in follow:
-            state, reason = states.get(name, LayerState(NOT_JUDGED))
+            state, reason = measurement.states.get(name, missing)
             if state == OFF:
                 off_layers[name] = None
             elif state == NOT_JUDGED:
                 not_judged.setdefault(reason, []).append(name)
-            else:
-                healthy.add(name)
     by_count = sorted(not_judged.items(), key=lambda item: -len(item[1]))
     return Tally(
         layers=len({*names, *off_layers, *follow}),
         network=tuple(root for root in measurement.roots if root.layer == NETWORK),
         off=tuple(off_layers),
         disturbed=follow,
-        passing=() if measurement.states else _passing(measurement, healthy),
         not_judged={reason: tuple(layers) for reason, layers in by_count},
     )
 
@@ -139,35 +129,3 @@ def is_judged(measurement: Measurement) -> bool:
 def latest_judged(measurements: Sequence[Measurement]) -> Measurement | None:
     """Return the newest measurement that was judged; ``None`` if none was."""
     return next(filter(is_judged, reversed(measurements)), None)
-
-
-def _why_not_judged(measurement: Measurement) -> str:
-    """Return why no layer has a value by which it is judged; empty if any has.
-
-    Without such values, the absence of verdicts means nothing.
-    """
-    key = next((key for key in JUDGED_BY if key in measurement.values), None)
-    if key is None:
-        return f"none of {', '.join(JUDGED_BY)} was measured"
-    matrices = [i for i, info in enumerate(measurement.layers) if info.is_matrix]
-    values = measurement.values[key].tolist()
-    if not matrices or any(math.isfinite(values[i]) for i in matrices):
-        return ""
-    return measurement.why(key, measurement.layers[matrices[0]].name) or f"no layer has a value of {key}"
-
-
-def _states(measurement: Measurement, names: Sequence[str]) -> dict[str, LayerState]:
-    """Return states for a measurement that has none."""
-    judged = "violations" in measurement.summary or measurement.verdicts
-    reason = _why_not_judged(measurement) if judged else NOBODY
-    return dict.fromkeys(names, LayerState(NOT_JUDGED, reason) if reason else LayerState(HEALTHY))
-
-
-def _passing(measurement: Measurement, layers: set[str]) -> tuple[str, ...]:
-    """Return those of some layers that are outside a band at this measurement, in the order of the network."""
-    outside: set[str] = set()
-    for quantity, bands in measurement.bands.items():
-        if quantity in measurement.values:
-            rows = zip(measurement.layers, measurement.values[quantity].tolist(), bands.tolist(), strict=True)
-            outside.update(info.name for info, value, (low, high, _) in rows if value < low or value > high)
-    return tuple(info.name for info in measurement.layers if info.name in outside & layers)

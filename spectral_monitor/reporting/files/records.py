@@ -13,8 +13,6 @@ from spectral_monitor.measurement import LayerInfo, LayerState, Measurement
 from spectral_monitor.reporting.files.json_values import read_as, value_of
 
 FORMAT, VERSION = "spectral_monitor.measurements", 2
-READABLE_VERSIONS = (1, 2)
-"""Versions that can be read; the first has neither states nor roots."""
 RUN_FILE = "spectral_monitor.jsonl"
 """Name of the callback's file in the folder of a run."""
 FURTHER_FILE = "spectral_monitor_{}.jsonl"
@@ -75,9 +73,8 @@ def without_quantities(reasons: dict[str, str], quantities: Container[str]) -> d
 
 
 def _layers(row: dict[str, Any]) -> tuple[LayerInfo, ...]:
-    if row["format"] != FORMAT or row["version"] not in READABLE_VERSIONS:
-        versions = " or ".join(map(str, READABLE_VERSIONS))
-        raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {versions}")
+    if (row["format"], row["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"format {row['format']!r} version {row['version']!r}, expected {FORMAT!r} version {VERSION}")
     layers: tuple[LayerInfo, ...] = read_as(tuple[LayerInfo, ...], row["layers"])
     return layers
 
@@ -96,7 +93,7 @@ def _record(row: dict[str, Any], layers: tuple[LayerInfo, ...], reasons: dict[st
         verdicts=read_as(tuple[Verdict, ...], row["verdicts"]),
         reasons=reasons,
         flags={key: value_of(value) for key, value in row["flags"].items()},
-        states=_states(row.get("states", []), layers),
+        states=_states(row["states"], layers),
         bands=cast(
             Any, {key: Numbers(list(map(value_of, limits)) for limits in rows) for key, rows in row["bands"].items()}
         ),

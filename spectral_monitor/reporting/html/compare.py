@@ -24,9 +24,7 @@ DASHES = {"A": "solid", "B": "dot"}
 def write_comparison(a: Run, b: Run, names: Sequence[str], lines: Sequence[str], path: str | os.PathLike[str]) -> None:
     """Write a page with a chart for each quantity that both runs have: the first run solid, the second one dotted.
 
-    Args:
-        names: of both runs.
-        lines: the text at the top: the answer, then the lines of a table.
+    ``lines``: the text at the top: the answer, then the lines of a table.
 
     Raises:
         ImportError: plotly is not installed.

@@ -16,7 +16,7 @@ from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.families import OTHERS, families_of, family_of
 from spectral_monitor.reporting.content.history import Thinned
-from spectral_monitor.reporting.content.labels import shortened, unprefixed
+from spectral_monitor.reporting.content.labels import quantity_title, shortened, titles_of, unprefixed
 from spectral_monitor.reporting.content.panels import Panel, shown
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.html.families import colour, family_traces
@@ -96,7 +96,7 @@ def curves(
     }
     data: list[Figure] = []
     by_layer = all(int(finite[key].sum()) <= MAX_LAYERS_IN_LEGEND for key in histories)
-    subtitles = {key: wrap(QUANTITIES[key].meaning, TITLE_WIDTH) for key in histories}
+    subtitles = {key: [*titles_of(key)[1:], *wrap(QUANTITIES[key].meaning, TITLE_WIDTH)] for key in histories}
     for key, lines in subtitles.items():
         lines += [f"healthy: {QUANTITIES[key].limits}"] if QUANTITIES[key].limits else []
     height = max(map(len, subtitles.values()))
@@ -112,7 +112,7 @@ def curves(
         layout[f"xaxis{suffix}"] = {"domain": x_share, "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
         layout[f"yaxis{suffix}"] = {"domain": y_share, "anchor": f"x{suffix}", **chart.axis()}
         lines = [*map(escaped, subtitles[key]), *["&nbsp;"] * (height - len(subtitles[key]))]
-        layout["annotations"].append(title_of(titled(QUANTITIES[key].counted_in, *lines), suffix, f"y{suffix}"))
+        layout["annotations"].append(title_of(titled(titles_of(key)[0], *lines), suffix, f"y{suffix}"))
         traces = [*chart.bands(), *chart.family_bands(), *dashed, *chart.lines()]
         traces += chart.groups() if index == 0 else []
         for trace in traces:
@@ -140,8 +140,6 @@ class _Chart:
     """One quantity of some layers.
 
     Args:
-        key: the quantity.
-        history: its values.
         rows: indices of the layers that have a curve each.
         all_rows: indices of all layers of the chart, which families are made of.
         current: the measurement that tells which layers are off.
@@ -243,7 +241,7 @@ class _Chart:
                 legendgroup=name if in_legend else escaped(group),
                 legendrank=k + (0 if is_off else 1000),
                 showlegend=in_legend,
-                hovertemplate=f"<b>%{{meta[0]}}</b><br>step %{{x}}<br>{self.key} "
+                hovertemplate=f"<b>%{{meta[0]}}</b><br>step %{{x}}<br>{quantity_title(self.key)} "
                 f"%{{{'customdata' if is_clamped else 'y'}:.3~g}}%{{meta[1]}}<extra></extra>",
             )
 

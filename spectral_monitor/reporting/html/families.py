@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from spectral_monitor.reporting.content.labels import quantity_title
 from spectral_monitor.reporting.html.figures import Figure, digits, escaped, line
 
 COLOURS = ("#3b6fd8", "#d9822b", "#2a9d8f", "#a04fc4", "#8a7a1f", "#c2508a", "#5b7083", "#1f8fb5", "#7a9a2e")
@@ -51,7 +52,7 @@ def family_traces(
             digits(median.tolist()),
             uid=f"F{key}_{index}m",
             line={"color": tint, "width": 2.2},
-            hovertemplate=f"<b>{escaped(name)}</b>, median of {len(members)}<br>step %{{x}}<br>{key} "
+            hovertemplate=f"<b>{escaped(name)}</b>, median of {len(members)}<br>step %{{x}}<br>{quantity_title(key)} "
             "%{y:.3~g}<extra></extra>",
             **group,
         )

@@ -19,7 +19,7 @@ from spectral_monitor.functional.norms import balance_ratios
 from spectral_monitor.measurement import DENSE, NODE, Measurement
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.history import MAX_COLUMNS, Thinned
-from spectral_monitor.reporting.content.labels import labelled, rows_with_names
+from spectral_monitor.reporting.content.labels import labelled, quantity_title, rows_with_names
 from spectral_monitor.reporting.content.panels import pictured
 from spectral_monitor.reporting.content.tally import off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL, powers_of_two
@@ -152,7 +152,7 @@ def _now(current: Measurement, rows: Sequence[int]) -> list[Part]:
             "line": {"color": "@card", "width": 1 if thickness > 2 else 0},
         },
         "hovertemplate": "<b>%{customdata[0]}</b><br>"
-        f"{key} %{{customdata[2]}}, %{{customdata[1]}} {VS_TYPICAL}<extra></extra>",
+        f"{quantity_title(key)} %{{customdata[2]}}, %{{customdata[1]}} {VS_TYPICAL}<extra></extra>",
         "cliponaxis": False,
     }
     exponents, texts = powers_of_two(reach)
@@ -188,7 +188,8 @@ def _heatmap(key: str, history: Thinned, rows: Sequence[int], current: Measureme
         **colours,
         "ygap": 1 if len(rows) <= 40 else 0,
         "hoverongaps": False,
-        "hovertemplate": f"<b>%{{customdata[0]}}</b><br>step %{{x}}<br>{key} %{{customdata[1]}}<extra></extra>",
+        "hovertemplate": f"<b>%{{customdata[0]}}</b><br>step %{{x}}<br>{quantity_title(key)} "
+        "%{customdata[1]}<extra></extra>",
         "colorbar": colorbar,
     }
     axis = {"title": {"text": "step", "standoff": 4}, "showgrid": False}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from spectral_monitor.measurement import Measurement
+from spectral_monitor.reporting.content.labels import quantity_title
 from spectral_monitor.reporting.html.figures import Figure, digits, drawable, line
 
 NAME = "infinite width"
@@ -24,7 +25,7 @@ def limit_sentences(run: Sequence[Measurement], limit: Sequence[Measurement]) ->
         >>> def at(value):
         ...     return [Measurement(5, layers, {"feature_change": torch.tensor([value])}, {})]
         >>> limit_sentences(at(0.96), at(1.0))
-        ['At step 5 feature_change is within 4 % of its limit of infinite width.']
+        ['At step 5 the change of the outputs by a step is within 4 % of its limit of infinite width.']
     """
     at_infinity = {measurement.step: measurement for measurement in limit}
     pairs = [(measurement, at_infinity[measurement.step]) for measurement in run if measurement.step in at_infinity]
@@ -34,9 +35,8 @@ def limit_sentences(run: Sequence[Measurement], limit: Sequence[Measurement]) ->
             distances = list(_distances(measurement, infinite, key))
             if distances:
                 percent = math.ceil(100 * max(distances) - 1e-3)
-                sentences.append(
-                    f"At step {measurement.step} {key} is within {percent} % of its limit of infinite width."
-                )
+                what = f"At step {measurement.step} the {quantity_title(key)}"
+                sentences.append(f"{what} is within {percent} % of its limit of infinite width.")
                 break
     return sentences
 

@@ -147,6 +147,7 @@ def loss_words(run: RunFacts) -> str:
 
 def glossary(keys: Iterable[str]) -> str:
     """Return a list that explains the terms of the page and the quantities on it."""
-    meanings = TERMS | {key: f"{QUANTITIES[key].meaning} ({QUANTITIES[key].notation})" for key in keys}
+    entries = {f"{title} ({key})" if (title := QUANTITIES[key].title) else key: QUANTITIES[key] for key in keys}
+    meanings = TERMS | {term: f"{entry.meaning} ({entry.notation})" for term, entry in entries.items()}
     terms = [f"<dt>{escaped(term)}</dt><dd>{escaped(meaning)}</dd>" for term, meaning in meanings.items()]
     return f'<section id="glossary"><h2>Glossary</h2><dl>{"".join(terms)}</dl></section>'

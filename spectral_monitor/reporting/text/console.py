@@ -22,6 +22,11 @@ def page_command(folder: str) -> str:
     return f"spectral monitor: the whole run as a page{install}\n  spectral-monitor report {folder}"
 
 
+def code_command(variable: str) -> str:
+    """Return the lines that say how to print the corrected learning rates of a callback as code."""
+    return f"spectral monitor: the corrected rates as code\n  print({variable}.param_groups_code())"
+
+
 def in_words(steps: object) -> str:
     """Return a schedule in words; empty if quantities have different schedules.
 
@@ -38,9 +43,7 @@ def nothing_measured(steps: int, before: int, schedule: object, following: int) 
     """Return the lines that say that a training measured nothing.
 
     Args:
-        steps: optimizer steps of this training.
         before: steps of the trainings that it continues.
-        schedule: ``every_n_steps``.
         following: the next step that would be measured; 0 if that is not known.
 
     Example:

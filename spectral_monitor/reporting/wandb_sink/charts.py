@@ -12,6 +12,7 @@ from spectral_monitor.measurement import Measurement
 from spectral_monitor.quantities import QUANTITIES, questions
 from spectral_monitor.reporting.content.families import families_of
 from spectral_monitor.reporting.content.history import History
+from spectral_monitor.reporting.content.labels import quantity_title
 from spectral_monitor.reporting.content.panels import PANELS, pictured, shown
 from spectral_monitor.reporting.content.tally import followers, named_by, off
 from spectral_monitor.reporting.content.typical import VS_TYPICAL
@@ -54,10 +55,11 @@ def charts(history: History, requested: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _described(quantity: str, linear: bool) -> str:
-    """Return a quantity with its unit, its scale and its band."""
+    """Return the title of a quantity with its unit, its scale and its band; the chart itself is named by the key."""
     entry = QUANTITIES[quantity]
-    scale, healthy = "" if linear else ", log10", f", healthy {entry.limits}" if entry.limits else ""
-    return f"{entry.counted_in}{scale}{healthy}"
+    details = ["" if entry.unit == "ratio" else entry.unit, "" if linear else "log10"]
+    details.append(f"healthy {entry.limits}" if entry.limits else "")
+    return ", ".join(filter(None, (quantity_title(quantity), *details)))
 
 
 def pictures(history: History) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def verdict_table(measurement: Measurement) -> Any:
     table = wandb.Table(columns=list(COLUMNS))
     for root in measurement.roots:
         row = root.to_row() | {"step": measurement.step, "for steps": root.steps, "what to do": root.sentence}
-        row |= {VS_TYPICAL: root.ratio, "same cause": len(named_by(root))}
+        row |= {"quantity": quantity_title(root.quantity), VS_TYPICAL: root.ratio, "same cause": len(named_by(root))}
         row |= {"disturbs": len(followers(root, measurement))}
         cells = (row[column] for column in COLUMNS)
         table.add_data(*(None if isinstance(cell, float) and math.isnan(cell) else cell for cell in cells))

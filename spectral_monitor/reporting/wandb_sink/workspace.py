@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from spectral_monitor.quantities import QUANTITIES
-from spectral_monitor.reporting.content.essentials import LOG2, OVERLAID, PREFIX, SUMMARIES, group, log2_of
+from spectral_monitor.reporting.content.essentials import LOG2, OVERLAID, PREFIX, SUMMARIES, log2_of
+from spectral_monitor.reporting.content.labels import quantity_title
 from spectral_monitor.reporting.content.panels import PANELS, Panel
+from spectral_monitor.reporting.content.typical import VS_TYPICAL
 from spectral_monitor.reporting.wandb_sink.charts import VERDICTS
 from spectral_monitor.reporting.wandb_sink.sink import AXIS, PAGE
 
@@ -53,7 +55,8 @@ def _plots(panel: Panel) -> Iterator[Any]:
             names = [f"{PREFIX}_{name}" for name in OVERLAID if name.startswith(f"{key}/")]
             if names:
                 logarithmic = LOG2 not in key and not QUANTITIES[quantity].signed
-                yield reports.LinePlot(title=group(key), x=AXIS, y=names, log_y=logarithmic)
+                title = quantity_title(quantity) + ("" if key == quantity else f" {VS_TYPICAL}, log2")
+                yield reports.LinePlot(title=title, x=AXIS, y=names, log_y=logarithmic)
     for key in (key for key in panel.summaries if key in SUMMARIES):
         yield reports.LinePlot(title=key.replace("_", " "), x=AXIS, y=[f"{PREFIX}/summary/{key}"])
     if panel is PANELS[0]:

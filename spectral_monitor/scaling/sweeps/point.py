@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectral_monitor.arguments import is_number
 from spectral_monitor.layers import dissect
 from spectral_monitor.measurement import LayerInfo, Measurement
 from spectral_monitor.monitoring.probe import SpectralProbe
 from spectral_monitor.monitoring.trial_copy import optimizers_and_schedulers
 from spectral_monitor.parametrization.layer_position import LayerPosition, by_parameter
-from spectral_monitor.parametrization.param_groups import FAMILIES, Family, is_number
+from spectral_monitor.parametrization.param_groups import FAMILIES, Family
 from spectral_monitor.parametrization.rules import Parametrization
 from spectral_monitor.quantities import resolve
 from spectral_monitor.scaling.batches import SweepError, batches, check_data, loss_of, moved, seeded

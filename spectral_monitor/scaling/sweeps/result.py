@@ -248,9 +248,6 @@ class _Group:
             return math.nan
         key = (quantity, tuple(sizes))  # one prediction serves all layers
         if key not in self.predictions:
-            has_positions = all(self.positions[size] for size in sizes)  # points of older files have none
-            if self.axis == "depth" and not has_positions:
-                return math.nan
             labelled = [self._labelled(size) for size in sizes]
             self.predictions[key] = predict(
                 recipe.parametrization,
@@ -258,7 +255,7 @@ class _Group:
                 quantity,
                 sizes,
                 [infos for infos, _ in labelled],
-                [positions for _, positions in labelled] if has_positions else None,
+                [positions for _, positions in labelled],
                 axis=self.axis,
                 start=self.step == 1,
             )

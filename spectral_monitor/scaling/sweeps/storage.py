@@ -118,5 +118,5 @@ def _point(row: Mapping[str, Any]) -> Point:
     )
     key = RunKey(row["width"], row["depth"], row["seed"])
     losses = tuple(value_of(loss) for loss in row["losses"])
-    positions = {name: LayerPosition(**fields) for name, fields in row.get("places", {}).items()}  # not in older files
+    positions = {name: LayerPosition(**fields) for name, fields in row["places"].items()}
     return Point(key, measurements, losses, row["failure"], positions)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +103,7 @@ def sweep(
             file of other settings is refused.
         part: ``(i, n)``, i from 1 to n: train only the i-th of n parts, into its own file beside ``path``. A sweep of
             the same path without it collects the parts and trains missing points.
-        progress: show progress on stderr, as a bar if tqdm is installed.
+        progress: show progress on stderr.
         limit: also find values at infinite width, and the networks' distances from them. ``"extrapolated"``: from the
             widths, by ``q + c / n``, for any architecture; ``"exact"``: by :func:`~spectral_monitor.limits.twin`,
             with SGD and a parametrization, where all parameters are in an ``nn.Sequential`` of two linear layers.
@@ -241,12 +239,8 @@ def _progress(total: int, done: int, show: bool) -> Iterator[Callable[[RunKey], 
     if not show or done == total:
         yield lambda key: None
         return
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        counts = count(done + 1)
-        yield lambda key: print(f"sweep: {next(counts)} of {total} points, {key}", file=sys.stderr)
-        return
+    from tqdm import tqdm  # type: ignore[import-untyped]  # Lightning depends on it
+
     with tqdm(total=total, initial=done, desc="sweep", unit="point") as bar:
 
         def advance(key: RunKey) -> None:
