@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spectral_monitor import LayerInfo, Measurement, Verdict
+from spectral_monitor.measurement import LayerState
 from spectral_monitor.quantities import QUANTITIES
 from spectral_monitor.reporting.content.labels import shortened
 from spectral_monitor.reporting.content.panels import PANELS, pictured
@@ -43,7 +44,8 @@ def run_of(names, steps=12):
         bad = Verdict(
             names[0], "update_natural", 9.0, (0.05, 5.0), 18.0, 90, 9, "lr_too_large", f"{names[0]} is too fast"
         )
-        yield Measurement(step, layers, values, {"violations": 1.0}, (bad,), bands=bands)
+        states = dict.fromkeys(names, LayerState("healthy"))
+        yield Measurement(step, layers, values, {"violations": 1.0}, (bad,), bands=bands, states=states)
 
 
 @dataclass
@@ -146,7 +148,7 @@ def test_the_mouse_shows_layer_step_and_value(plain):
     last = list(run_of(PLAIN))[-1].values["update_natural"]
     shown = plain.locator("#overview-figure .hoverlayer")
     expect(shown).to_contain_text("blocks.1")
-    expect(shown).to_contain_text(f"update_natural {last[2]:.2f}, {last[2] / 0.5:.2f} vs. typical")
+    expect(shown).to_contain_text(f"update size {last[2]:.2f}, {last[2] / 0.5:.2f} vs. typical")
 
 
 @pytest.mark.slow
@@ -163,7 +165,7 @@ def test_the_mouse_names_rows_of_a_heat_map(page, tmp_path):
             page.mouse.move(box["x"] + (column + 0.5) / 12 * box["width"], box["y"] + (row + 0.5) / 4 * box["height"])
             shown = page.locator("#overview-figure .hoverlayer")
             expect(shown).to_contain_text(
-                f"{names[row]}step {10 * (column + 1)}feature_change {values[row, column]:.2f}"
+                f"{names[row]}step {10 * (column + 1)}change of the outputs by a step {values[row, column]:.2f}"
             )
     assert seen.nothing(), seen
 

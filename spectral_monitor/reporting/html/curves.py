@@ -34,8 +34,8 @@ MAX_MARKERS = 1500
 MAX_DECADES = 9.0
 """Powers of ten below the largest value; smaller values are drawn at the bottom."""
 OFF_NOW = "off now"
-TITLE_WIDTH = 40
-"""Characters of a line below a chart's title."""
+TITLE_WIDTH, SUBTITLE_WIDTH = 28, 40
+"""Characters of a line of a chart's title, and of a line below it."""
 MAX_CHARTS_IN_ROW, CHART_HEIGHT = 3, 258
 """Charts in a row; pixels of a chart's height."""
 GAP = 0.09
@@ -96,10 +96,12 @@ def curves(
     }
     data: list[Figure] = []
     by_layer = all(int(finite[key].sum()) <= MAX_LAYERS_IN_LEGEND for key in histories)
-    subtitles = {key: [*titles_of(key)[1:], *wrap(QUANTITIES[key].meaning, TITLE_WIDTH)] for key in histories}
+    titles = {key: wrap(titles_of(key)[0], TITLE_WIDTH) for key in histories}
+    subtitles = {key: [*titles_of(key)[1:], *wrap(QUANTITIES[key].meaning, SUBTITLE_WIDTH)] for key in histories}
     for key, lines in subtitles.items():
         lines += [f"healthy: {QUANTITIES[key].limits}"] if QUANTITIES[key].limits else []
-    height = max(map(len, subtitles.values()))
+    heights = {key: len(titles[key]) - 1 + len(lines) for key, lines in subtitles.items()}
+    height = max(heights.values())
     layout["margin"]["t"] += 15 * (height - 1)
     gap = layout["margin"]["t"] + layout["margin"]["b"]
     pixels, domains = _grid(len(histories), gap)
@@ -111,8 +113,9 @@ def curves(
         chart.low, chart.high = widened(chart.low, chart.high, dashed, chart.log)
         layout[f"xaxis{suffix}"] = {"domain": x_share, "anchor": f"y{suffix}", "title": {"text": "step", "standoff": 4}}
         layout[f"yaxis{suffix}"] = {"domain": y_share, "anchor": f"x{suffix}", **chart.axis()}
-        lines = [*map(escaped, subtitles[key]), *["&nbsp;"] * (height - len(subtitles[key]))]
-        layout["annotations"].append(title_of(titled(titles_of(key)[0], *lines), suffix, f"y{suffix}"))
+        lines = [*map(escaped, subtitles[key]), *["&nbsp;"] * (height - heights[key])]
+        title = "<br>".join(map(escaped, titles[key]))
+        layout["annotations"].append(title_of(titled(title, *lines), suffix, f"y{suffix}"))
         traces = [*chart.bands(), *chart.family_bands(), *dashed, *chart.lines()]
         traces += chart.groups() if index == 0 else []
         for trace in traces:

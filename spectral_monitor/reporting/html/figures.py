@@ -153,6 +153,7 @@ def _now(current: Measurement, rows: Sequence[int]) -> list[Part]:
         },
         "hovertemplate": "<b>%{customdata[0]}</b><br>"
         f"{quantity_title(key)} %{{customdata[2]}}, %{{customdata[1]}} {VS_TYPICAL}<extra></extra>",
+        "meta": key,
         "cliponaxis": False,
     }
     exponents, texts = powers_of_two(reach)

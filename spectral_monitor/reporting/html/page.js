@@ -53,7 +53,7 @@
       .map((row, i) => row.map(cell => [kept(trace.meta, trace.y)[i], cell]))});  // an axis shortens names
   const now = () => table && state.at !== table.now ? state.at : -1;
   const dotsOf = trace => {
-    const movable = now() >= 0 && trace.hovertemplate.includes("update_natural");
+    const movable = now() >= 0 && trace.meta === "update_natural";
     const picked = values => kept(values, trace.y);
     const at = id => movable ? table.columns["vs. typical"][now()][table.rows.indexOf(id)] : null;
     const size = id => movable ? (table.columns.update_natural ?? [])[now()]?.[table.rows.indexOf(id)] : null;
