@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -20,8 +21,23 @@ SAMPLE_ENTRIES, SAMPLE_ROWS = 1 << 16, 256
 
 
 def sample_size(features: int) -> int:
-    """Return the number of rows whose spectrum and alignment stand for all, unless ``max_rows`` is None."""
+    """Return the number of rows whose spectrum stands for that of all, unless ``max_rows`` is None."""
     return max(SAMPLE_ROWS, SAMPLE_ENTRIES // max(features, 1))
+
+
+@dataclass(frozen=True)
+class RowLimit:
+    """The number of rows that a process keeps of a layer: half as many in wide layers, where a row costs more."""
+
+    max_rows: int | None = None  # of all processes; ``None`` for all rows
+    batches: int = 1  # of all processes together
+
+    def of(self, features: int) -> int | None:
+        """Return the limit for a layer with so many features; ``None`` if there is none."""
+        if self.max_rows is None:
+            return None
+        rows = max(-(-self.max_rows // 2), min(self.max_rows, SAMPLE_ENTRIES // max(features, 1)))
+        return -(-rows // self.batches)
 
 
 def chosen_rows(count: int, limit: int | None, device: torch.device) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectral_monitor.capture.row_sampling import chosen_rows, share_of_rows
+from spectral_monitor.capture.row_sampling import RowLimit, chosen_rows, share_of_rows
 from spectral_monitor.engine.weights.norms import rows_worth
 from spectral_monitor.layers import Layout
 
@@ -55,15 +55,32 @@ def test_batches_of_every_size_do_not_fill_the_memory():
     ("layout", "rows"),
     [
         (Layout("linear", (64, 64)), 256),
-        (Layout("linear", (256, 512)), 256),
-        (Layout("linear", (512, 512)), 128),
-        (Layout("linear", (1024, 384)), 85),
-        (Layout("conv", (256, 128, 3, 3)), 113),
+        (Layout("linear", (256, 256)), 256),
+        (Layout("linear", (384, 384)), 113),
+        (Layout("linear", (512, 512)), 64),
+        (Layout("conv", (128, 128, 3, 3)), 113),
         (Layout("linear", (4096, 4096)), 64),
     ],
 )
 def test_alignments_of_large_layers_rest_on_fewer_rows(layout, rows):
     assert rows_worth(layout) == rows
+
+
+@pytest.mark.parametrize(
+    ("limit", "features", "rows"),
+    [
+        (RowLimit(512), 64, 512),
+        (RowLimit(512), 200, 327),
+        (RowLimit(512), 4096, 256),
+        (RowLimit(512, batches=8), 4096, 32),
+        (RowLimit(2048), 4096, 1024),
+        (RowLimit(3), 4096, 3),
+        (RowLimit(1, batches=4), 4096, 1),
+        (RowLimit(None, batches=8), 4096, None),
+    ],
+)
+def test_wide_layers_keep_half_as_many_rows(limit, features, rows):
+    assert limit.of(features) == rows
 
 
 def test_fewer_rows_are_some_of_more_rows():

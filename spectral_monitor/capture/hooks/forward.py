@@ -26,7 +26,7 @@ from spectral_monitor.capture.replay.batch_slicing import batch_size
 from spectral_monitor.capture.replay.eager_pass import LossGradient, OutputGradients
 from spectral_monitor.capture.replay.loss_flow import loss_in
 from spectral_monitor.capture.replay.replay import Replayable, RootCall, why_not
-from spectral_monitor.capture.row_sampling import WeightVersions, weight_versions
+from spectral_monitor.capture.row_sampling import RowLimit, WeightVersions, weight_versions
 from spectral_monitor.layers import Layer
 from spectral_monitor.state.rng import RandomState
 
@@ -56,7 +56,7 @@ class FeatureCapture(CallRecorder):
         self,
         model: nn.Module,
         layers: Mapping[int, Layer],
-        max_rows: int | None,
+        limit: RowLimit,
         watched: Sequence[Tensor],
         harmless: Harmless,
         entrances: Sequence[nn.Module] | None,
@@ -64,7 +64,7 @@ class FeatureCapture(CallRecorder):
     ) -> None:
         """``entrances``: modules whose calls hooks can see, if parts of the model are compiled; ``None`` for all."""
         called = {i: layer for i, layer in layers.items() if layer.module is not None}
-        super().__init__(called, max_rows, harmless)
+        super().__init__(called, limit, harmless)
         self._entrances = entrances
         self._sees_layers = False
         self._parameters: dict[int, tuple[nn.Parameter | None, ...]] = {}

@@ -19,6 +19,7 @@ from spectral_monitor.capture.replay.feature_change import CallRows, Outputs
 from spectral_monitor.capture.replay.replay import RootCall
 from spectral_monitor.capture.row_sampling import (
     GuardedTensor,
+    RowLimit,
     chosen_rows,
     count_rows,
     first_rows,
@@ -26,7 +27,6 @@ from spectral_monitor.capture.row_sampling import (
     is_table,
     patches_of,
     rows_of,
-    sample_size,
     table_rows,
 )
 from spectral_monitor.functional.vector_norms import whole_length
@@ -71,9 +71,9 @@ class CallRecorder:
         traced: whether to record the nodes of outputs in the graph.
     """
 
-    def __init__(self, layers: Mapping[int, Layer], max_rows: int | None, harmless: Harmless) -> None:
+    def __init__(self, layers: Mapping[int, Layer], limit: RowLimit, harmless: Harmless) -> None:
         self.layers = dict(layers)
-        self._max_rows = max_rows
+        self._limit = limit
         self._harmless = harmless
         self._hooks: Hooks[nn.Module] = Hooks()
         self.checks: Checks | None = None
@@ -81,7 +81,7 @@ class CallRecorder:
         self._watchers: tuple[Watcher, ...] | None = None  # of a repeated forward that is under way
         self._beside_step = False  # whether a pass beside the step is under way
         self._foresight: Foresight = no_foresight
-        self._ranked = self._distributed = False
+        self._ranked = False
         self._lasting: set[int] = set()
         self._overwritten: set[int] = set()
         self._unverified = {i for i, layer in self.layers.items() if layer.unverified}
@@ -105,15 +105,14 @@ class CallRecorder:
         self._samples: int | None = None  # in its batch
         self._portion: BatchSlice | None = None
 
-    def foresee(self, foresight: Foresight, ranked: bool, distributed: bool) -> None:
+    def foresee(self, foresight: Foresight, ranked: bool) -> None:
         """Keep from now on only the rows that will be needed, if they are known.
 
         Args:
             foresight: the samples that will be rerun.
             ranked: whether stable ranks of gradients are measured.
-            distributed: whether other processes have rows too, so that the sample for ranks is not known yet.
         """
-        self._foresight, self._ranked, self._distributed = foresight, ranked, distributed
+        self._foresight, self._ranked = foresight, ranked
 
     def look_for(self, keys: Collection[str]) -> None:
         """Check calls and gradients from now on, if some quantities need it."""
@@ -167,7 +166,8 @@ class CallRecorder:
     def _call(self, key: tuple[int, int], full: Tensor, count: int, channels_first: bool, spatial: int) -> Call:
         """Return the record of a call, (layer index, its number), with a sample of its ``count`` rows of outputs."""
         (i, _), out, outputs = key, local_part(full), count
-        index = self._chosen(i, count, out.device)
+        limit = self._limit.of(out.shape[-spatial - 1 if channels_first else -1])
+        index = self._chosen(i, count, limit, out.device)
         h_out = rows_of(out, channels_first, spatial, index)
         eps, norm = torch.finfo(out.dtype).eps, whole_length(h_out) * math.sqrt(count / max(len(h_out), 1))
         first, chosen = None if self._beside_step else self._first(key, out, count), len(h_out)
@@ -176,7 +176,7 @@ class CallRecorder:
             first, first_index, outputs = count, index, self._portion.all_rows(key, count)
             norm = norm * math.sqrt(outputs / max(count, 1))
         elif first is not None:
-            limit = -(-first * chosen // count) if i in self._shares else self._max_rows
+            limit = -(-first * chosen // count) if i in self._shares else limit
             first_index = chosen_rows(first, limit, out.device)
             h_out = rows_of(first_rows(out, first, count), channels_first, spatial, first_index)
         copy = (i not in self._lasting or first is not None) and h_out.data_ptr() == out.data_ptr()
@@ -210,19 +210,19 @@ class CallRecorder:
         self.hidden.setdefault(i, reason)
         self.calls.pop(i, None)
 
-    def _chosen(self, i: int, count: int, device: torch.device) -> Tensor | None:
+    def _chosen(self, i: int, count: int, limit: int | None, device: torch.device) -> Tensor | None:
         """Return the rows to keep of one more call; ``None`` for all of them.
 
-        If the calls of a layer together have more than ``max_rows`` rows, each keeps its share of half as many. So they
+        If the calls of a layer together have more than ``limit`` rows, each keeps its share of half as many. So they
         are thinned out again only when their rows have doubled.
         """
         calls = self.calls.get(i, ())
-        if self._max_rows is None or not calls:
-            return chosen_rows(count, self._max_rows, device)
+        if limit is None or not calls:
+            return chosen_rows(count, limit, device)
         total = count + sum(call.outputs for call in calls)
         share = self._shares.get(i, 1.0)
-        if math.ceil(share * count) + sum(call.count for call in calls) > self._max_rows:
-            share = self._shares[i] = self._max_rows / (2 * total)
+        if math.ceil(share * count) + sum(call.count for call in calls) > limit:
+            share = self._shares[i] = limit / (2 * total)
             for call in calls:
                 call.thin(math.ceil(share * call.outputs), device)
         return chosen_rows(count, math.ceil(share * count), device)
@@ -271,16 +271,9 @@ class CallRecorder:
                 call.b = GuardedTensor(rows_of(first, *form, call.first_index).clone())
                 if self._ranked:
                     rows = rows_of(b, *form, call.index)
-                    call.b_sample = self._sample(i, rows.clone() if call.index is None else rows)
+                    call.b_sample = rows.clone() if call.index is None else rows
             if self.checks is not None and call.checked is not None:
                 self.checks.backward(layer, call.checked, gradient)
-
-    def _sample(self, i: int, rows: Tensor) -> Tensor:
-        """Return the rows of a gradient on which its stable rank is measured; all rows if they are not known yet."""
-        if self._max_rows is None or self._distributed or len(self.calls[i]) > 1:
-            return rows
-        index = chosen_rows(len(rows), sample_size(rows.shape[1]), rows.device)
-        return rows if index is None else rows.index_select(0, index)
 
     def outputs(self) -> Outputs:
         """Return the kept rows of outputs and their gradients, for layers that still have them all.
@@ -325,10 +318,8 @@ class CallRecorder:
 
     def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:
         """Return the same share of the rows of each call's input; the first call had ``first`` rows."""
-        if self._max_rows is None:
-            return None
-        limit = min(self._max_rows, sample_size(features))
-        return None if first <= limit else chosen_rows(rows, -(-rows * limit // first), device)
+        limit = self._limit.of(features)
+        return None if limit is None or first <= limit else chosen_rows(rows, -(-rows * limit // first), device)
 
     def drop_inputs(self) -> None:
         """Free the rows of inputs, to leave memory for a replay."""

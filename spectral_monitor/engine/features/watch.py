@@ -16,7 +16,7 @@ from spectral_monitor.capture.hooks.registration import Harmless
 from spectral_monitor.capture.replay.eager_pass import LossGradient
 from spectral_monitor.capture.replay.feature_change import Outputs
 from spectral_monitor.capture.replay.replay import Replayable
-from spectral_monitor.capture.row_sampling import WeightVersions, chosen_rows, weight_versions
+from spectral_monitor.capture.row_sampling import RowLimit, WeightVersions, chosen_rows, weight_versions
 from spectral_monitor.capture.unwrap import parameters_of
 from spectral_monitor.engine.agreement.output_layers import Readouts
 from spectral_monitor.engine.agreement.rank_report import LayerObservation, RankReports
@@ -94,10 +94,10 @@ class FeatureWatch:
         self._alone = processes is None and wrapper is model
         self._harmless, self._warn = harmless, warn
         layers = dict(enumerate(layout.layers)) if settings.needs & FEATURES else {}
-        max_rows = settings.max_rows and -(-settings.max_rows // (len(set(processes.batches)) if processes else 1))
+        limit = RowLimit(settings.max_rows, len(set(processes.batches)) if processes else 1)
         # FSDP moves the storage of flat parameters itself.
         watched = [p for p in model.parameters() if id(p) not in layout.flat]
-        self.capture = FeatureCapture(model, layers, max_rows, watched, harmless, layout.entries, not layout.sharded)
+        self.capture = FeatureCapture(model, layers, limit, watched, harmless, layout.entries, not layout.sharded)
         self.replays = Replays(model, wrapper, self.capture, settings, layout.compiled, warn, warn_here)
         self.readouts = Readouts(layout.anatomy)
         self._context: Context = nullcontext
@@ -128,7 +128,7 @@ class FeatureWatch:
         capture.watch_losses = "dh" in self._requested.needs or capture.watch_gradients
         foresight = no_foresight if ALONE & keys else self.replays.subset.foresee
         ranked = bool({"backward_stable_rank", "backward_rms"} & keys)
-        capture.foresee(foresight, ranked, distributed=self._processes is not None)
+        capture.foresee(foresight, ranked)
         capture.traced = not self.readouts.complete
         self.readouts.begin()
         capture.arm()

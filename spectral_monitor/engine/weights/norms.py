@@ -24,7 +24,7 @@ from spectral_monitor.layers import Layout
 from spectral_monitor.linalg import Coroutine, frobenius, gather, spectral_estimates
 from spectral_monitor.quantities import QUANTITIES
 
-PRODUCT_BUDGET = 1 << 25
+PRODUCT_BUDGET = 1 << 24
 """Limit of the multiply-adds for the rows ``W h'`` of a layer; 64 rows are always used, all with max_rows=None."""
 RATIO_BUDGET = 1 << 18
 """Limit of rows times matrices of one shape: for the thousands of a depthwise convolution few rows suffice."""
