@@ -80,8 +80,7 @@ class SpectralMonitor(LiveRun, CheckpointHooks):
         heads: pattern on attention modules or query projections -> number of heads, where the module does not say it.
         nodes: fnmatch patterns on modules whose outputs are measured although they have no weight, such as
             ``["blocks.*", "norm"]``: their change, and its angle and sensitivity.
-        max_rows: rows of a layer's features used at most, a fixed choice, half as many in wide layers; ``None`` for
-            all.
+        max_rows: rows of a layer's features used at most, a fixed choice, and fewer in wide layers; ``None`` for all.
         replay_samples: samples that are run again after the step, the first ones of the batch (of each process's);
             ``None`` for all. With fewer, ``summary/feature_error`` says how far changes of features may be from those
             of the whole batch, and ``summary/loss_change`` is not known. ``"auto"`` runs few, and more while that error

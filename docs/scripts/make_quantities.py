@@ -278,10 +278,11 @@ Spectral norms are Lanczos estimates from below, within 5 % by default (`tol=0.0
 limits of 1/16 and 8, so this is enough. `tol=0.01` makes a measured step about a third more expensive; see [how good
 the norms are](estimator.md).
 
-Features are measured on at most `max_rows` (512) rows of each layer, the same choice in every step:
+If a layer has more than `max_rows` (512) rows, its features are measured on so many of them, the same choice in every
+step. Layers with more than 128 features then use fewer, down to half as many.
 
-* `alignment` and `update_alignment`, whose products with weights are expensive, use 256 of them.
-* Layers for which those products would cost more than 2^25 multiply-adds use fewer rows, but at least 64. Convolutions
+* `alignment` and `update_alignment`, whose products with weights are expensive, use at most 256 rows.
+* Layers for which those products would cost more than 2^24 multiply-adds use fewer rows, but at least 64. Convolutions
   with thousands of groups use a few.
 * The stable ranks of inputs and gradients use 256 rows. Layers with fewer than 256 features use more rows, up to 2^16
   entries. These stable ranks are accurate to 10 %.

@@ -27,17 +27,20 @@ def sample_size(features: int) -> int:
 
 @dataclass(frozen=True)
 class RowLimit:
-    """The number of rows that a process keeps of a layer: half as many in wide layers, where a row costs more."""
+    """The number of rows that a process keeps of a layer."""
 
     max_rows: int | None = None  # of all processes; ``None`` for all rows
     batches: int = 1  # of all processes together
 
-    def of(self, features: int) -> int | None:
-        """Return the limit for a layer with so many features; ``None`` if there is none."""
-        if self.max_rows is None:
+    def of(self, features: int, rows: int) -> int | None:
+        """Return the limit for a layer with so many features and rows; ``None`` if all of them are kept.
+
+        If there are too many rows, wide layers keep half as many as narrow ones: there a row costs more.
+        """
+        if self.max_rows is None or rows <= -(-self.max_rows // self.batches):
             return None
-        rows = max(-(-self.max_rows // 2), min(self.max_rows, SAMPLE_ENTRIES // max(features, 1)))
-        return -(-rows // self.batches)
+        limit = max(-(-self.max_rows // 2), min(self.max_rows, SAMPLE_ENTRIES // max(features, 1)))
+        return -(-limit // self.batches)
 
 
 def chosen_rows(count: int, limit: int | None, device: torch.device) -> Tensor | None:

@@ -67,20 +67,22 @@ def test_alignments_of_large_layers_rest_on_fewer_rows(layout, rows):
 
 
 @pytest.mark.parametrize(
-    ("limit", "features", "rows"),
+    ("limit", "features", "rows", "kept"),
     [
-        (RowLimit(512), 64, 512),
-        (RowLimit(512), 200, 327),
-        (RowLimit(512), 4096, 256),
-        (RowLimit(512, batches=8), 4096, 32),
-        (RowLimit(2048), 4096, 1024),
-        (RowLimit(3), 4096, 3),
-        (RowLimit(1, batches=4), 4096, 1),
-        (RowLimit(None, batches=8), 4096, None),
+        (RowLimit(512), 64, 513, 512),
+        (RowLimit(512), 200, 513, 327),
+        (RowLimit(512), 4096, 513, 256),
+        (RowLimit(512), 4096, 512, None),
+        (RowLimit(512, batches=8), 4096, 65, 32),
+        (RowLimit(512, batches=8), 4096, 64, None),
+        (RowLimit(2048), 4096, 9000, 1024),
+        (RowLimit(3), 4096, 9000, 3),
+        (RowLimit(1, batches=4), 4096, 9000, 1),
+        (RowLimit(None, batches=8), 4096, 9000, None),
     ],
 )
-def test_wide_layers_keep_half_as_many_rows(limit, features, rows):
-    assert limit.of(features) == rows
+def test_wide_layers_keep_half_as_many_rows(limit, features, rows, kept):
+    assert limit.of(features, rows) == kept
 
 
 def test_fewer_rows_are_some_of_more_rows():

@@ -166,7 +166,8 @@ class CallRecorder:
     def _call(self, key: tuple[int, int], full: Tensor, count: int, channels_first: bool, spatial: int) -> Call:
         """Return the record of a call, (layer index, its number), with a sample of its ``count`` rows of outputs."""
         (i, _), out, outputs = key, local_part(full), count
-        limit = self._limit.of(out.shape[-spatial - 1 if channels_first else -1])
+        total = count + sum(call.outputs for call in self.calls.get(i, ()))
+        limit = self._limit.of(out.shape[-spatial - 1 if channels_first else -1], total)
         index = self._chosen(i, count, limit, out.device)
         h_out = rows_of(out, channels_first, spatial, index)
         eps, norm = torch.finfo(out.dtype).eps, whole_length(h_out) * math.sqrt(count / max(len(h_out), 1))
@@ -318,8 +319,8 @@ class CallRecorder:
 
     def _chosen_inputs(self, first: int, rows: int, features: int, device: torch.device) -> Tensor | None:
         """Return the same share of the rows of each call's input; the first call had ``first`` rows."""
-        limit = self._limit.of(features)
-        return None if limit is None or first <= limit else chosen_rows(rows, -(-rows * limit // first), device)
+        limit = self._limit.of(features, first)
+        return None if limit is None else chosen_rows(rows, -(-rows * limit // first), device)
 
     def drop_inputs(self) -> None:
         """Free the rows of inputs, to leave memory for a replay."""
