@@ -29,7 +29,7 @@ def sample_size(features: int) -> int:
 class RowLimit:
     """The number of rows that a process keeps of a layer."""
 
-    max_rows: int | None = None  # of all processes; ``None`` for all rows
+    max_rows: int | None  # of all processes; ``None`` for all rows
     batches: int = 1  # of all processes together
 
     def of(self, features: int, rows: int) -> int | None:

@@ -41,7 +41,7 @@ def quantity_title(key: str) -> str:
 
 
 def titles_of(key: str) -> list[str]:
-    """Return the title of a quantity's chart and, as a line below it, the key and the unit; the latter if it has none.
+    """Return the title of a quantity's chart, then the line below it: key and unit. Without a title, only that line.
 
     Example:
         >>> titles_of("weight_natural"), titles_of("weight_norm")
